@@ -1,0 +1,110 @@
+"""The `trainstream` command, assembled from the commands of the installed packages.
+
+A command is an entry point of the group `trainstream.commands`: an object with `API_VERSION`,
+`help`, `configure(parser)` and `run(args) -> exit status` (docs/decisions/commands.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import trainstream
+from trainstream._lazy import load
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+# Where trainstream's own commands live, for the hint when one is not installed.
+USUAL_PACKAGE = {"bench": "ts-bench", "doctor": "ts-core", "finetune": "ts-hf"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes them from `sys.argv`.
+
+    Returns:
+        The exit status: the command's own, 2 for an error that trainstream raised on purpose
+        (printed as one plain message), 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        errors = load("ts_core.errors", "the trainstream command")
+        registry = load("ts_core.registry", "the trainstream command").commands
+    except ImportError as error:
+        return _fail(str(error))
+    try:
+        parser = _build_parser(registry, errors, arguments)
+        args = parser.parse_args(arguments)
+        run = getattr(args, "_run", None)
+        if run is None:
+            parser.print_help()
+            return 0
+        return int(run(args))
+    except errors.TrainStreamError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        print("trainstream: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _build_parser(registry: Any, errors: Any, arguments: list[str]) -> argparse.ArgumentParser:
+    """A parser with the commands that this call needs.
+
+    Only the command that was asked for is imported; all of them when none was. A command whose
+    package is broken is listed as such, and raises when it is asked for.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trainstream",
+        description="Fine-tune and train models larger than the GPU's memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"trainstream {_versions()}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    if asked is None:
+        for name in registry.names():
+            subparsers.add_parser(name, help=_escape(_help(registry, name)))
+        return parser
+    if asked in USUAL_PACKAGE and not registry.has(asked):
+        package = USUAL_PACKAGE[asked]
+        raise errors.UnknownPluginError(
+            f"the command {asked!r} comes from {package}, which is not installed. "
+            f"Add it: pip install '{package}>=0.8,<0.9'"
+        )
+    command = registry.get(asked)
+    chosen = subparsers.add_parser(asked, help=command.help, description=command.help)
+    command.configure(chosen)
+    chosen.set_defaults(_run=command.run)
+    return parser
+
+
+def _help(registry: Any, name: str) -> str:
+    """A command's line in the list. One broken package must not take the list down with it."""
+    try:
+        return str(registry.get(name).help)
+    except Exception as error:
+        return f"(broken) {error}"
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for name in ("ts-core", "ts-quant", "ts-kernels", "ts-hf", "ts-bench"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return f"{trainstream.__version__} ({', '.join(found)})"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _fail(message: str) -> int:
+    print(f"trainstream: error: {message}", file=sys.stderr)
+    return EXIT_ERROR

@@ -1,0 +1,1 @@
+"""trainstream together with other libraries; see `trainstream.integrations.huggingface`."""
