@@ -4,7 +4,8 @@ All sessions but `test_alone`, `wheel_check` and `floor` share one environment, 
 `dev` makes and the others bring up to date when a pyproject, the native source or the
 constraints changed. So a fresh checkout needs one command for anything:
 
-    python3 -m venv .venv && .venv/bin/pip install -q nox && .venv/bin/nox -s tests
+    python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt nox \\
+        && .venv/bin/nox -s tests
 
 Environment: TS_TORCH=2.12.0 installs that torch instead of the pinned one; TS_FLOOR_TORCH is the
 oldest torch to test (`floor`).
