@@ -1,0 +1,78 @@
+"""The `trainstream` command itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from trainstream import cli
+from ts_core import registry
+
+OWN_COMMANDS = ["bench", "doctor", "finetune"]
+
+
+def test_help_lists_own_commands_and_none_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for name in OWN_COMMANDS:
+        assert f"\n    {name}" in printed
+    assert "(broken)" not in printed
+
+
+@pytest.mark.parametrize("name", OWN_COMMANDS)
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == 0
+    assert f"trainstream {name}" in capsys.readouterr().out
+
+
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_unknown_command_lists_the_installed_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dance"]) == 2
+    message = capsys.readouterr().err
+    assert "'dance'" in message
+    assert "bench, doctor, finetune" in message
+
+
+@pytest.mark.parametrize(("name", "package"), sorted(cli.USUAL_PACKAGE.items()))
+def test_own_command_that_is_not_installed_names_its_package(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = registry.Registry("trainstream.commands", lambda group: [])
+    monkeypatch.setattr(registry, "commands", empty)
+    assert cli.main([name]) == 2
+    assert f"pip install '{package}>=0.8,<0.9'" in capsys.readouterr().err
+
+
+def test_without_ts_core_the_message_says_what_to_install() -> None:
+    program = (
+        "import sys, importlib.util; real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n == 'ts_core' else real(n, *a)\n"
+        "from trainstream.cli import main; sys.exit(main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "pip install 'ts-core>=0.8,<0.9'" in done.stderr
+
+
+def test_module_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainstream", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("trainstream 0.8.0 (ts-core 0.8.0")
