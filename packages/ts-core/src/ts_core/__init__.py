@@ -1,0 +1,66 @@
+"""ts_core: stream weights, gradients and optimizer state between host memory and accelerator.
+
+The names below are the public interface; everything else may change. Importing this package
+loads neither the native core nor CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ts_core.engine import (
+        TrainStreamSession,
+        find_blocks,
+        memory_report,
+        quantize_model,
+        unwrap,
+        wrap,
+    )
+    from ts_core.errors import TrainStreamError
+    from ts_core.memory.arena import pinned_stats, reserve_pinned
+    from ts_core.optim import OffloadAdamW
+    from ts_core.store import ParamPager
+
+__version__ = "0.8.0"
+
+_WHERE = {
+    "OffloadAdamW": "ts_core.optim",
+    "ParamPager": "ts_core.store",
+    "TrainStreamError": "ts_core.errors",
+    "TrainStreamSession": "ts_core.engine",
+    "find_blocks": "ts_core.engine",
+    "memory_report": "ts_core.engine",
+    "pinned_stats": "ts_core.memory.arena",
+    "quantize_model": "ts_core.engine",
+    "reserve_pinned": "ts_core.memory.arena",
+    "unwrap": "ts_core.engine",
+    "wrap": "ts_core.engine",
+}
+
+__all__ = [
+    "OffloadAdamW",
+    "ParamPager",
+    "TrainStreamError",
+    "TrainStreamSession",
+    "find_blocks",
+    "memory_report",
+    "pinned_stats",
+    "quantize_model",
+    "reserve_pinned",
+    "unwrap",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'ts_core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,288 @@
+"""The options of wrap(): accepted values, defaults, and what this version does not build yet.
+
+One table per fact: `_ACCEPTED` says in words what each option takes and checks it, `_NOT_BUILT`
+says which accepted values are not built yet. No option is silently ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ts_core.errors import NotAvailableError, OptionError
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """Every option of wrap(), as SPEC names them, with their defaults."""
+
+    optimizer_mode: str = "cpu"
+    offload: Any = "auto"
+    activation_offload: Any = "auto"
+    param_offload: Any = "auto"
+    quantize: Any = "auto"
+    quant_block_size: int = 64
+    prefer: str = "exact"
+    recompute: Any = "auto"
+    attention: Any = "auto"
+    outliers: Any = 0
+    nvfp4_backward: bool = False
+    kernels: Any = "auto"
+    fused_lora: Any = "auto"
+    keep_precise: Any = 0
+    error_rank: int = 0
+    error_iters: int = 1
+    double_quant: bool = False
+    disk_offload: Any = None
+    moe_paging: bool = False
+    host_arena: Any = "auto"
+    peer: Any = "auto"
+    moment_dtype: Any = "auto"
+    device: Any = None
+    blocks: Any = None
+    distributed: Any = None
+    guard_params: bool = True
+    max_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    vram_headroom: float = 0.10
+    vram_limit: Any = None
+    check_memory: bool = True
+    max_inflight_bytes: int | None = None
+    max_activation_slowdown: float = 0.15
+    prefetch_depth: int = 1
+    min_offload_bytes: int = 1 << 20
+    cuda_graphs: Any = "auto"
+    eager: bool | None = None
+    threads: int | None = None
+    profile: bool = True
+    lr: float = 1e-3
+    verbose: bool = False
+
+    vram_limit_bytes: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for name, (accepts, words) in _ACCEPTED.items():
+            value = getattr(self, name)
+            if not accepts(value):
+                raise OptionError(f"{name}={value!r} is not accepted. Use {words}.")
+        for name, (built, words) in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if not built(value):
+                raise NotAvailableError(
+                    f"{name}={value!r} is not available in this version of ts-core. Use {words}."
+                )
+        object.__setattr__(self, "vram_limit_bytes", parse_bytes("vram_limit", self.vram_limit))
+
+    @staticmethod
+    def from_keywords(options: dict[str, Any]) -> WrapOptions:
+        """Build from wrap()'s keywords.
+
+        Raises:
+            OptionError: an unknown name (the nearest known one is named), or a bad value.
+        """
+        known = {f.name for f in fields(WrapOptions) if f.init}
+        for name in options:
+            if name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise OptionError(f"wrap() has no option {name!r}.{hint}")
+        return WrapOptions(**options)
+
+
+def parse_bytes(name: str, value: Any) -> int | None:
+    """Bytes from an integer or a text such as "12GiB", "500MB", "1.5G" (powers of 1024 for
+    KiB/MiB/GiB/TiB and bare letters, of 1000 for KB/MB/GB/TB).
+
+    Raises:
+        OptionError: not a size above 0.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", value, re.IGNORECASE)
+        if match:
+            number, letter, binary, byte = match.groups()
+            power = " KMGT".index(letter.upper() or " ")
+            base = 1000 if letter and byte and not binary else 1024
+            size = int(float(number) * base**power)
+            if size > 0:
+                return size
+    raise OptionError(
+        f"{name}={value!r} is not accepted. Use a number of bytes above 0, a text like '12GiB', "
+        f"or None."
+    )
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_fraction(value: Any, low: float = 0.0, high: float = 1.0) -> bool:
+    return _is_number(value) and low <= value <= high
+
+
+def _is_index_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_int(item, 0) for item in value)
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        return any(
+            value is other or (value == other and type(value) is type(other)) for other in values
+        )
+
+    return accepts
+
+
+def _bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _optional(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or accepts(value)
+
+
+def _size(value: Any) -> bool:
+    try:
+        parse_bytes("size", value)
+    except OptionError:
+        return False
+    return True
+
+
+def _blocks(value: Any) -> bool:
+    if isinstance(value, nn.ModuleList | nn.Sequential):
+        value = list(value)
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(isinstance(item, nn.Module) for item in value)
+    )
+
+
+_AUTO_BOOL = _one_of("auto", True, False)
+_AUTO_BOOL_NONE = _one_of("auto", True, False, None)
+_FLAG = (_bool, "True or False")
+
+_ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer_mode": (_one_of("cpu", "gpu", "auto", "hybrid"), "'cpu', 'gpu', 'auto' or 'hybrid'"),
+    "offload": (_one_of("auto", True), "'auto' or True (to train without it, do not wrap)"),
+    "activation_offload": (
+        lambda v: _AUTO_BOOL(v) or _is_fraction(v),
+        "'auto', True, False or a fraction from 0 to 1",
+    ),
+    "param_offload": (
+        lambda v: _AUTO_BOOL(v) or _is_fraction(v) or _is_index_list(v),
+        "'auto', True, False, a fraction from 0 to 1 or a list of block indices",
+    ),
+    "quantize": (
+        lambda v: v is None or v is False or isinstance(v, str),
+        "'auto', 'none', None, False or the name of an installed codec",
+    ),
+    "quant_block_size": (lambda v: _is_int(v, 2) and v % 2 == 0, "an even integer of at least 2"),
+    "prefer": (_one_of("exact", "speed"), "'exact' or 'speed'"),
+    "recompute": (
+        lambda v: _AUTO_BOOL(v) or _is_fraction(v) or _is_index_list(v),
+        "'auto', True, False, a fraction from 0 to 1 or a list of block indices",
+    ),
+    "attention": (
+        _one_of("auto", "cudnn", "efficient", "flash", "math", None),
+        "'auto', 'cudnn', 'efficient', 'flash', 'math' or None",
+    ),
+    "outliers": (
+        lambda v: _AUTO_BOOL_NONE(v) or _is_fraction(v, 0.0, 0.1),
+        "0, False, None, 'auto', True or a number from 0 to 0.1",
+    ),
+    "nvfp4_backward": _FLAG,
+    "kernels": (_AUTO_BOOL_NONE, "'auto', True, False or None"),
+    "fused_lora": (_AUTO_BOOL_NONE, "'auto', True, False or None"),
+    "keep_precise": (
+        lambda v: _AUTO_BOOL_NONE(v) or _is_fraction(v, 0.0, 0.5),
+        "0, False, None, 'auto', True or a fraction up to 0.5",
+    ),
+    "error_rank": (lambda v: _is_int(v, 0), "an integer of at least 0"),
+    "error_iters": (lambda v: _is_int(v, 1), "an integer of at least 1"),
+    "double_quant": _FLAG,
+    "disk_offload": (
+        _optional(lambda v: isinstance(v, str) or hasattr(v, "__fspath__")),
+        "None or a directory",
+    ),
+    "moe_paging": _FLAG,
+    "host_arena": (
+        lambda v: _one_of("auto", False, None)(v) or _size(v),
+        "'auto', False, None or bytes",
+    ),
+    "peer": (lambda v: _one_of("auto", False, None)(v) or _size(v), "'auto', False, None or bytes"),
+    "moment_dtype": (
+        _one_of("auto", "float32", "bfloat16", "bf16", torch.bfloat16, "int8"),
+        "'auto', 'float32', 'bfloat16', 'bf16', torch.bfloat16 or 'int8'",
+    ),
+    "device": (
+        _optional(lambda v: isinstance(v, str | torch.device)),
+        "None, 'cuda', 'cuda:N', 'cpu', 'host' or a torch.device",
+    ),
+    "blocks": (_optional(_blocks), "None or a list of modules"),
+    "distributed": (_one_of(None, True, False), "None, True or False"),
+    "guard_params": _FLAG,
+    "max_grad_norm": (_optional(lambda v: _is_number(v) and v > 0), "None or a number above 0"),
+    "accumulation_steps": (lambda v: _is_int(v, 1), "an integer of at least 1"),
+    "vram_headroom": (lambda v: _is_fraction(v) and v < 1, "a fraction of at least 0 and below 1"),
+    "vram_limit": (_size, "None, a number of bytes above 0, or a text like '12GiB'"),
+    "check_memory": _FLAG,
+    "max_inflight_bytes": (_optional(lambda v: _is_int(v, 1)), "None or a number of bytes"),
+    "max_activation_slowdown": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "prefetch_depth": (lambda v: _is_int(v, 1), "an integer of at least 1"),
+    "min_offload_bytes": (lambda v: _is_int(v, 0), "a number of bytes"),
+    "cuda_graphs": (_AUTO_BOOL, "'auto', True or False"),
+    "eager": (_one_of(None, True, False), "None, True or False"),
+    "threads": (_optional(lambda v: _is_int(v, 1)), "None or an integer of at least 1"),
+    "profile": _FLAG,
+    "lr": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
+    "verbose": _FLAG,
+}
+
+_OFF = _one_of("auto", False, None, 0)
+_NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer_mode": (_one_of("cpu"), "'cpu'"),
+    "activation_offload": (
+        lambda v: v == "auto" or v is False or v == 0,
+        "'auto' or False (activations stay)",
+    ),
+    "recompute": (
+        lambda v: v == "auto" or v is False or v == 0 or v == [] or v == (),
+        "'auto' or False; the model's own gradient checkpointing works",
+    ),
+    "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
+    "outliers": (_OFF, "0"),
+    "nvfp4_backward": (_one_of(False), "False"),
+    "kernels": (_OFF, "'auto' or False"),
+    "fused_lora": (_OFF, "'auto' or False"),
+    "keep_precise": (_OFF, "0"),
+    "error_rank": (_one_of(0), "0"),
+    "error_iters": (_one_of(1), "1"),
+    "double_quant": (_one_of(False), "False"),
+    "disk_offload": (_one_of(None), "None"),
+    "moe_paging": (_one_of(False), "False"),
+    "host_arena": (_OFF, "'auto', False or None"),
+    "peer": (_OFF, "'auto', False or None"),
+    "moment_dtype": (_one_of("auto", "float32"), "'auto' or 'float32'"),
+    "distributed": (_one_of(None, False), "None or False"),
+    "guard_params": (_one_of(True), "True"),
+    "prefetch_depth": (_one_of(1), "1 (activations are not paged yet)"),
+    "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
+    "max_activation_slowdown": (_one_of(0.15), "0.15 (activations are not paged yet)"),
+    "min_offload_bytes": (_one_of(1 << 20), "1048576 (activations are not paged yet)"),
+}

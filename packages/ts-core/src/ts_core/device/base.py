@@ -1,0 +1,92 @@
+"""What streaming asks of an accelerator: streams, events, async copies, memory and its limit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+from ts_core.memory.ledger import Ledger
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the work before the point has finished."""
+
+    def synchronize(self) -> None:
+        """Block the calling host thread until it has."""
+
+
+class Stream(Protocol):
+    """A FIFO of device work."""
+
+    name: str
+
+    def wait_event(self, event: Event) -> None:
+        """Make later work of this stream wait for `event`."""
+
+    def record(self) -> Event:
+        """An event after everything queued on this stream so far."""
+
+    def synchronize(self) -> None:
+        """Block the calling host thread until everything queued has finished."""
+
+
+class Device(ABC):
+    """An accelerator: `cuda`, or `host` where there is none.
+
+    Attributes:
+        kind: "cuda" or "host".
+        torch_device: where resident parameters, inputs and outputs live.
+        separate_memory: whether device memory is other memory than the host's (cuda), so that
+            resident tensors must be moved there.
+        pool: ledger of the device memory that streaming holds (resident blocks and slots); its
+            limit is enforced on the host device.
+    """
+
+    kind: str
+    torch_device: torch.device
+    separate_memory: bool
+    pool: Ledger
+
+    @abstractmethod
+    def new_stream(self, name: str) -> Stream:
+        """A new stream for copies."""
+
+    @abstractmethod
+    def compute_stream(self) -> Stream:
+        """The stream that PyTorch operations of the calling thread go to."""
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Queue `dst <- src` on `stream`; both contiguous, same dtype and size.
+
+        The caller keeps both alive and unmodified until an event recorded afterwards has passed.
+        """
+
+    @abstractmethod
+    def delay(self, stream: Stream, seconds: float) -> None:
+        """Occupy `stream` for about `seconds` (fault injection in tests)."""
+
+    @abstractmethod
+    def host_wait(self, event: Event) -> None:
+        """Block the calling host thread until `event`, without holding a core."""
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """A uint8 tensor of device memory, 256-byte aligned; the caller accounts it in `pool`."""
+
+    @abstractmethod
+    def usable_bytes(self) -> int | None:
+        """Device memory this process may use in all, or None when it is unbounded (host)."""
+
+    @abstractmethod
+    def set_limit(self, limit_bytes: int | None) -> None:
+        """Make the device behave as if it had `limit_bytes` (None: lift the limit)."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """allocated, reserved and peak_allocated bytes of device memory."""

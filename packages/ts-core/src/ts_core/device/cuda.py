@@ -1,0 +1,94 @@
+"""CUDA through torch's streams, events and caching allocator."""
+
+from __future__ import annotations
+
+import torch
+
+from ts_core import _native
+from ts_core.device.base import Device, Event, Stream
+from ts_core.errors import OutOfBudgetError
+from ts_core.memory.ledger import Ledger
+
+
+class CudaStream:
+    """A torch.cuda.Stream under the interface of `ts_core.device.base.Stream`."""
+
+    def __init__(self, stream: torch.cuda.Stream, name: str) -> None:
+        self.stream = stream
+        self.name = name
+
+    def wait_event(self, event: Event) -> None:
+        self.stream.wait_event(event)  # type: ignore[arg-type]
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+
+class CudaDevice(Device):
+    """One CUDA GPU.
+
+    Args:
+        index: the GPU's number; None for torch's current one.
+    """
+
+    kind = "cuda"
+    separate_memory = True
+
+    def __init__(self, index: int | None) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
+        self.torch_device = torch.device("cuda", self.index)
+        self.pool = Ledger(None)
+        self._limit_bytes: int | None = None
+
+    def new_stream(self, name: str) -> Stream:
+        return CudaStream(torch.cuda.Stream(self.torch_device), name)
+
+    def compute_stream(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self.torch_device), "compute")
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, CudaStream)
+        with torch.cuda.stream(stream.stream):
+            dst.copy_(src, non_blocking=True)
+
+    def delay(self, stream: Stream, seconds: float) -> None:
+        assert isinstance(stream, CudaStream)
+        with torch.cuda.stream(stream.stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))
+
+    def host_wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        _native.wait_event(event.cuda_event)
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfBudgetError(
+                f"{size_bytes} bytes of device memory were asked for and are not free "
+                f"({self.memory()}). Lower the batch size, page more blocks (param_offload=True) "
+                f"or raise vram_limit."
+            ) from error
+
+    def usable_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        usable = free + torch.cuda.memory_reserved(self.torch_device)
+        return usable if self._limit_bytes is None else min(usable, self._limit_bytes)
+
+    def set_limit(self, limit_bytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+        self._limit_bytes = limit_bytes
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "allocated": torch.cuda.memory_allocated(self.torch_device),
+            "reserved": torch.cuda.memory_reserved(self.torch_device),
+            "peak_allocated": torch.cuda.max_memory_allocated(self.torch_device),
+        }

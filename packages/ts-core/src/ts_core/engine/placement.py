@@ -1,0 +1,83 @@
+"""Moving what stays on the device there, and measuring what a model asks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ts_core.device import Device
+from ts_core.engine.blocks import shared_parameters
+from ts_core.schedule import ModelProfile
+from ts_core.store.images import leaves_bytes, pageable_leaves
+from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes
+
+STATE_BYTES_PER_VALUE = 8
+
+
+def block_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Leaf]]:
+    """Per block, the leaves that can be paged."""
+    shared = shared_parameters(model, blocks)
+    return [pageable_leaves(block, shared) for block in blocks]
+
+
+def model_profile(model: nn.Module, leaves: Sequence[Sequence[Leaf]]) -> ModelProfile:
+    """What the model asks of memory, with these leaves pageable."""
+    pageable = tuple(leaves_bytes(block) for block in leaves)
+    total = sum(stored_bytes(p) for p in model.parameters())
+    total += sum(b.numel() * b.element_size() for b in model.buffers())
+    paged_exact = sum(
+        leaf.get().numel() * leaf.get().element_size() for block in leaves for leaf in block
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
+    low_precision = sum(p.numel() * 4 for p in trained if p.dtype is not torch.float32)
+    state = sum(p.numel() for p in trained) * STATE_BYTES_PER_VALUE
+    return ModelProfile(
+        pageable=pageable,
+        fixed_device=total - paged_exact,
+        trained=trained_bytes,
+        host_state=state + low_precision + trained_bytes,
+    )
+
+
+def move_resident(model: nn.Module, device: Device, paged: Iterable[Leaf]) -> None:
+    """Move every parameter and buffer to the device, except the paged leaves.
+
+    Parameter objects stay the same (optimizers hold them), except frozen wrapper subclasses,
+    which are replaced in every module that uses them.
+    """
+    if not device.separate_memory:
+        return
+    target = device.torch_device
+    paged_holders = {id(leaf.holder) for leaf in paged}
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in paged_holders:
+                continue
+            if is_wrapper(parameter):
+                if _holds_paged(parameter, paged_holders):
+                    continue
+                if id(parameter) not in replaced:
+                    replaced[id(parameter)] = nn.Parameter(
+                        parameter.data.to(target), requires_grad=parameter.requires_grad
+                    )
+                module._parameters[name] = replaced[id(parameter)]
+            elif parameter.device != target:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = parameter.data.to(target)
+                parameter.grad = None if gradient is None else gradient.to(target)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != target:
+                module._buffers[name] = buffer.to(target)
+
+
+def _holds_paged(wrapper: torch.Tensor, holders: set[int]) -> bool:
+    attributes, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    for attribute in attributes:
+        inner = getattr(wrapper, attribute)
+        if id(inner) in holders or (is_wrapper(inner) and _holds_paged(inner, holders)):
+            return True
+    return id(wrapper) in holders

@@ -1,0 +1,88 @@
+"""memory_report(): where the bytes are, and what was decided, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ts_core.engine.session import ATTRIBUTE, TrainStreamSession
+from ts_core.errors import StateError
+from ts_core.memory.arena import pinned_stats
+from ts_core.store.leaves import stored_bytes
+
+
+def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
+    """Memory by tier and decisions by topic.
+
+    Args:
+        model: a wrapped model; None for what concerns the process alone.
+
+    Returns:
+        gpu (allocated, reserved, peak_allocated; on the host device of the streaming pool),
+        pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
+        direction), optimizer, resident (bytes of blocks and slots on the device), params
+        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks)
+        and plan (target_vram, settled, budget, predicted, reasons).
+
+    Raises:
+        StateError: the model is not wrapped.
+    """
+    pinned = pinned_stats()
+    report: dict[str, Any] = {
+        "gpu": _process_gpu(),
+        "pinned": pinned["arena_used"],
+        "pinned_by_tag": {
+            tag: size for tag, size in pinned.items() if not tag.startswith(("arena_", "host_"))
+        },
+    }
+    if model is None:
+        return report
+    session: TrainStreamSession | None = getattr(model, ATTRIBUTE, None)
+    if session is None:
+        raise StateError("the model is not wrapped: memory_report() takes what wrap() returned.")
+    report["gpu"] = session.device.memory()
+    report["events"] = list(session.events)
+    report["transfers"] = {name: asdict(stats) for name, stats in session.copies.stats().items()}
+    report["optimizer"] = {} if session.optimizer is None else session.optimizer.stats()
+    report["resident"] = session.device.pool.by_tag()
+    report["params"] = _params(session)
+    report["plan"] = {
+        "target_vram": session.plan.predicted.get("budget"),
+        "settled": True,
+        "history": [],
+        "budget": session.device.usable_bytes(),
+        "predicted": dict(session.plan.predicted),
+        "reasons": list(session.plan.reasons),
+    }
+    return report
+
+
+def _params(session: TrainStreamSession) -> dict[str, Any]:
+    pager = session.pager
+    stats = None if pager is None else pager.stats
+    return {
+        "paged_blocks": list(session.plan.paged),
+        "quantize": session.quantized.get("codec"),
+        "quantized_blocks": sum(
+            any(type(p) is not nn.Parameter for p in block.parameters()) for block in session.blocks
+        ),
+        "block_bytes": sum(stored_bytes(p) for block in session.blocks for p in block.parameters()),
+        "slots": 0 if pager is None else len(pager.ring.slots),
+        "slot_bytes": 0 if pager is None else pager.ring.slot_bytes,
+        "loads": 0 if stats is None else stats.loads,
+        "demand_loads": 0 if stats is None else stats.demand_loads,
+        "load_bytes": 0 if stats is None else stats.load_bytes,
+    }
+
+
+def _process_gpu() -> dict[str, int]:
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {"allocated": 0, "reserved": 0, "peak_allocated": 0}
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+    }

@@ -1,0 +1,141 @@
+"""The hooks on a stack of blocks: bring a block's weights before it computes, either way.
+
+Forward: a pre-hook enters the block. Backward: a hook on the block's outputs fires when their
+gradient is known, which is before anything inside the block runs backward, and enters it again.
+Tensors that view a streaming slot are not kept by autograd: a block-scoped saved-tensor hook
+keeps a handle, and finds the view again wherever the block is then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ts_core.store.pager import ParamPager, SavedView
+
+_Hook = Callable[[Any], Any]
+
+
+class BlockRunner:
+    """Hooks on the blocks of a wrapped model.
+
+    Args:
+        blocks: the stack, in order.
+        pager: of its paged weights.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], pager: ParamPager) -> None:
+        self._pager = pager
+        self._handles: list[RemovableHandle] = []
+        self._open: dict[int, list[AbstractContextManager[Any]]] = {}
+        for index, block in enumerate(blocks):
+            self._hook(index, block)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, index: int, block: nn.Module) -> None:
+        image = self._pager.images.get(index)
+        guard_saved = image is not None and image.has_plain
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._pager.enter(index, -1 if in_backward() else 1)
+            if guard_saved and torch.is_grad_enabled():
+                context = saved_view_hooks(self._pager)
+                context.__enter__()
+                self._open.setdefault(index, []).append(context)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            contexts = self._open.get(index)
+            if contexts:
+                contexts.pop().__exit__(None, None, None)
+            if torch.is_grad_enabled():
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(enter_backward)
+
+        def enter_backward(grad: torch.Tensor) -> None:
+            self._pager.enter(index, -1)
+
+        self._handles.append(
+            block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+        self._handles.append(block.register_forward_hook(after, always_call=True))
+        if image is not None:
+            self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
+            self._handles.append(block.register_state_dict_post_hook(serve_dense))
+            self._handles.append(block.register_load_state_dict_pre_hook(self._before_load(index)))
+
+    def _settle(self, index: int) -> Callable[..., None]:
+        def settle(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            self._pager.release_all()
+
+        return settle
+
+    def _before_load(self, index: int) -> Callable[..., None]:
+        def before_load(module: nn.Module, *args: Any) -> None:
+            self._pager.invalidate(index)
+
+        return before_load
+
+
+def serve_dense(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """State-dict hook: stored formats are served as the dense tensors they stand for."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        key = prefix + name
+        dequantize = getattr(parameter, "dequantize", None)
+        if key in state_dict and type(parameter) is not nn.Parameter and dequantize is not None:
+            state_dict[key] = dequantize()
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside an autograd backward (a recomputation, say)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def saved_view_hooks(pager: ParamPager) -> AbstractContextManager[Any]:
+    """Saved-tensor hooks that keep a handle instead of any tensor that views a slot.
+
+    Hooks that are already active (activation checkpointing, a user's) keep seeing every other
+    tensor.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            view = pager.saved_view(tensor)
+            if view is not None:
+                return view
+        return outer_pack(tensor)
+
+    def unpack(packed: Any) -> Any:
+        if isinstance(packed, SavedView):
+            return packed.tensor()
+        return outer_unpack(packed)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, tuple | list):
+        return [tensor for item in output for tensor in _tensors(item)]
+    if isinstance(output, dict):
+        return [tensor for item in output.values() for tensor in _tensors(item)]
+    return []

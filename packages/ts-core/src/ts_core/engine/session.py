@@ -1,0 +1,111 @@
+"""What one wrapped model keeps: its plan, pager, hooks, optimizer and events."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ts_core.config import WrapOptions
+from ts_core.device import Device
+from ts_core.engine.runner import BlockRunner
+from ts_core.memory.ledger import Reservation
+from ts_core.optim import OffloadAdamW
+from ts_core.schedule import Plan
+from ts_core.store import ParamPager
+from ts_core.transfer import CopyEngine
+
+ATTRIBUTE = "_trainstream_session"
+
+
+class EventLog:
+    """Decisions in plain words, printed as they happen when asked for."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.lines: list[str] = []
+        self._verbose = verbose
+
+    def __call__(self, text: str) -> None:
+        """Add one line."""
+        self.lines.append(text)
+        if self._verbose:
+            print(f"trainstream: {text}", file=sys.stderr)
+
+
+class TrainStreamSession:
+    """The streaming state of a wrapped model; `model._trainstream_session`.
+
+    Attributes:
+        adapting: whether placement is still being tuned (never, in this version).
+        events: decisions so far, in plain words.
+        config: the options of wrap().
+        plan: where each block lives.
+        optimizer: the OffloadAdamW.
+        peer: pooled peer memory (None in this version).
+    """
+
+    adapting = False
+    peer = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        config: WrapOptions,
+        device: Device,
+        copies: CopyEngine,
+        plan: Plan,
+        log: EventLog,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.copies = copies
+        self.plan = plan
+        self.blocks = list(blocks)
+        self.log = log
+        self.optimizer: OffloadAdamW | None = None
+        self.pager: ParamPager | None = None
+        self.runner: BlockRunner | None = None
+        self.quantized: dict[str, Any] = {}
+        self.resident_reservation: Reservation | None = None
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def events(self) -> list[str]:
+        """Decisions so far, in plain words."""
+        return self.log.lines
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return 0 if self.optimizer is None else self.optimizer.steps_done
+
+    def hook_model(self, model: nn.Module) -> None:
+        """Make reads of trained weights wait for their updates in flight."""
+
+        def settle(*_: Any) -> None:
+            if self.optimizer is not None:
+                self.optimizer.synchronize()
+
+        self._handles.append(model.register_forward_pre_hook(settle))
+        self._handles.append(model.register_state_dict_pre_hook(settle))
+        self._handles.append(model.register_load_state_dict_pre_hook(settle))
+
+    def close(self) -> None:
+        """Remove every hook and give the device memory back."""
+        if self.optimizer is not None:
+            self.optimizer.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self.runner is not None:
+            self.runner.remove()
+        if self.pager is not None:
+            self.pager.close()
+        if self.resident_reservation is not None:
+            self.resident_reservation.release()
+        if self.config.vram_limit_bytes is not None:
+            self.device.set_limit(None)

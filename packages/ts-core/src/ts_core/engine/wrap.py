@@ -1,0 +1,313 @@
+"""wrap() and unwrap()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import nn
+
+from ts_core.config import WrapOptions
+from ts_core.device import Device, resolve_device
+from ts_core.engine.blocks import find_blocks
+from ts_core.engine.placement import block_leaves, model_profile, move_resident
+from ts_core.engine.quantize import quantizable_weights, quantize_model
+from ts_core.engine.runner import BlockRunner
+from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
+from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
+from ts_core.memory.arena import default_arena
+from ts_core.optim import OffloadAdamW, convert_optimizer
+from ts_core.registry import codecs
+from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
+from ts_core.store import ParamPager, build_image
+from ts_core.transfer import CopyEngine
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_OFF = ("none", None, False)
+
+
+def wrap(
+    model: ModelT, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[ModelT, OffloadAdamW]:
+    """Make a model and its optimizer stream.
+
+    Call it last: build the model, freeze or add adapters, quantize, create the optimizer, wrap,
+    train. The model is changed in place: what stays on the device is moved there, frozen weights
+    of the paged blocks move to one host buffer per block and stream to the device when the block
+    runs, gradients stream to host memory during backward, where the optimizer works.
+
+    Args:
+        model: the model, on the CPU or already on the device.
+        optimizer: torch.optim.AdamW, torch.optim.Adam, OffloadAdamW, or None to make one with
+            `lr` for every parameter that requires a gradient.
+        **options: see `ts_core.config.WrapOptions` and docs/options.md.
+
+    Returns:
+        The same model, and an OffloadAdamW to use in place of `optimizer`.
+
+    Raises:
+        OptionError: an unknown option, or a value that is not accepted.
+        NotAvailableError: a value of the interface that is not built yet.
+        StateError: the model is already wrapped.
+        OutOfBudgetError: the run cannot fit: which budget failed, by how much, what would help.
+            The model is unchanged then.
+    """
+    config = WrapOptions.from_keywords(options)
+    _check_state(model, optimizer, config)
+    device = _device_for(model, config)
+    blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
+    _check_blocks(model, blocks, config)
+    log = EventLog(config.verbose)
+    log(f"device: {device.torch_device} ({device.kind})")
+    if config.vram_limit_bytes is not None:
+        device.set_limit(config.vram_limit_bytes)
+    try:
+        codec = _choose_codec(model, blocks, device, config, log)
+    except BaseException:
+        if config.vram_limit_bytes is not None:
+            device.set_limit(None)
+        raise
+    quantized: dict[str, Any] = {}
+    if codec is not None:
+        quantized = quantize_model(
+            model, codec, blocks=blocks, block_size=config.quant_block_size, device=device
+        )
+        log(f"quantize: {quantized['tensors']} weights stored as {codec}")
+    return _start(model, optimizer, blocks, device, config, log, {"codec": codec, **quantized})
+
+
+def unwrap(model: ModelT) -> ModelT:
+    """Bring every weight back to the device as an ordinary tensor and remove the hooks.
+
+    Raises:
+        StateError: the model is not wrapped.
+    """
+    session: TrainStreamSession | None = getattr(model, ATTRIBUTE, None)
+    if session is None:
+        raise StateError("the model is not wrapped: unwrap() takes what wrap() returned.")
+    session.close()
+    move_resident(model, session.device, ())
+    delattr(model, ATTRIBUTE)
+    return model
+
+
+def _start(
+    model: ModelT,
+    optimizer: torch.optim.Optimizer | None,
+    blocks: Sequence[nn.Module],
+    device: Device,
+    config: WrapOptions,
+    log: EventLog,
+    quantized: dict[str, Any],
+) -> tuple[ModelT, OffloadAdamW]:
+    leaves = block_leaves(model, blocks)
+    profile = model_profile(model, leaves)
+    plan = make_plan(profile, _machine(device), _plan_options(config, len(blocks)))
+    for reason in plan.reasons:
+        log(f"plan: {reason}")
+    copies = CopyEngine(device, config.max_inflight_bytes)
+    session = TrainStreamSession(model, blocks, config, device, copies, plan, log)
+    session.quantized = quantized
+    paged = [leaf for index in plan.paged for leaf in leaves[index]]
+    arena = default_arena()
+    images = [build_image(index, leaves[index], arena) for index in plan.paged]
+    move_resident(model, device, paged)
+    resident = plan.predicted.get("resident_blocks", 0)
+    session.resident_reservation = device.pool.reserve(resident, "resident blocks")
+    if images:
+        session.pager = ParamPager(images, copies, plan.slot_count)
+        session.runner = BlockRunner(blocks, session.pager)
+    session.optimizer = _make_optimizer(model, optimizer, session)
+    session.hook_model(model)
+    for line in _defaults_in_words(config):
+        log(line)
+    setattr(model, ATTRIBUTE, session)
+    return model, session.optimizer
+
+
+def _check_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: WrapOptions
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model is a {type(model).__name__}. Pass a torch.nn.Module.")
+    for module in model.modules():
+        if hasattr(module, ATTRIBUTE):
+            raise StateError(
+                "the model (or a part of it) is already wrapped. Call unwrap() on it first."
+            )
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(
+            f"optimizer is a {type(optimizer).__name__}. Pass torch.optim.AdamW, "
+            f"torch.optim.Adam, OffloadAdamW or None."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise OptionError(
+            "the model has no parameter that requires a gradient, so there is nothing to train. "
+            "Add adapters (PEFT) or unfreeze parameters before wrapping."
+        )
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if config.distributed is None:
+            raise NotAvailableError(
+                "a process group with more than one rank exists, and data parallel training is "
+                "not available in this version. Run one process, or pass distributed=False to "
+                "train separate copies."
+            )
+
+
+def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOptions) -> None:
+    inside = {id(module) for module in model.modules()}
+    for index, block in enumerate(blocks):
+        if id(block) not in inside:
+            raise OptionError(
+                f"blocks[{index}] ({type(block).__name__}) is not a module of the model."
+            )
+    asked = config.param_offload
+    if isinstance(asked, list | tuple):
+        beyond = [index for index in asked if index >= len(blocks)]
+        if beyond:
+            raise OptionError(
+                f"param_offload names blocks {beyond}, but the model has {len(blocks)}. Use "
+                f"indices from 0 to {len(blocks) - 1}."
+            )
+    if not blocks and (asked is True or asked not in ("auto", False, 0)):
+        raise OptionError(
+            f"param_offload={asked!r} needs a stack of blocks and none was found. Pass "
+            f"blocks=[...]."
+        )
+
+
+def _device_for(model: nn.Module, config: WrapOptions) -> Device:
+    if config.device is not None:
+        return resolve_device(config.device)
+    for parameter in model.parameters():
+        if parameter.device.type == "cuda":
+            return resolve_device(parameter.device)
+    return resolve_device(None)
+
+
+def _machine(device: Device) -> MachineProfile:
+    return MachineProfile(
+        device_bytes=device.usable_bytes(),
+        host_available=int(psutil.virtual_memory().available),
+        counts_fixed=device.separate_memory,
+    )
+
+
+def _plan_options(config: WrapOptions, block_count: int) -> PlanOptions:
+    asked = config.param_offload
+    if isinstance(asked, list | tuple):
+        asked = tuple(asked)
+    elif not isinstance(asked, bool) and isinstance(asked, int | float):
+        asked = float(asked)
+    return PlanOptions(param_offload=asked, headroom=config.vram_headroom)
+
+
+def _choose_codec(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: Device,
+    config: WrapOptions,
+    log: EventLog,
+) -> str | None:
+    """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
+    profile = model_profile(model, block_leaves(model, blocks))
+    weights = quantizable_weights(blocks)
+    options = _plan_options(config, len(blocks))
+    machine = _machine(device)
+
+    def plan_with(codec_name: str | None) -> Plan:
+        return make_plan(_estimate(profile, weights, codec_name, config), machine, options)
+
+    asked = config.quantize
+    if asked in _OFF:
+        return _accept(plan_with(None), None, config, log)
+    if asked != "auto":
+        return _accept(plan_with(asked), asked, config, log)
+    plain = plan_with(None)
+    enough = plain.fits and not (config.prefer == "speed" and plain.paged)
+    if enough or not any(count for count, _ in weights):
+        return _accept(plain, None, config, log)
+    for name in _by_precision():
+        plan = plan_with(name)
+        if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
+            log(f"quantize='auto': {name} chosen, since the run does not fit without it")
+            return _accept(plan, name, config, log)
+    return _accept(plain, None, config, log)
+
+
+def _accept(plan: Plan, codec: str | None, config: WrapOptions, log: EventLog) -> str | None:
+    if not plan.fits:
+        if config.check_memory:
+            raise OutOfBudgetError(" ".join(plan.reasons))
+        log(f"check_memory=False: going on although {' '.join(plan.reasons)}")
+    return codec
+
+
+def _by_precision() -> list[str]:
+    found = [(codecs.get(name).error_rank_order, name) for name in codecs.names()]
+    return [name for _, name in sorted(found)]
+
+
+def _estimate(
+    profile: ModelProfile,
+    weights: Sequence[tuple[int, int]],
+    codec_name: str | None,
+    config: WrapOptions,
+) -> ModelProfile:
+    if codec_name is None:
+        return profile
+    per_weight = codecs.get(codec_name).bytes_per_weight(config.quant_block_size)
+    pageable = tuple(
+        size - plain_bytes + int(count * per_weight)
+        for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)
+    )
+    return ModelProfile(pageable, profile.fixed_device, profile.trained, profile.host_state)
+
+
+def _make_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, session: TrainStreamSession
+) -> OffloadAdamW:
+    config = session.config
+    shared: dict[str, Any] = {
+        "mode": config.optimizer_mode,
+        "max_grad_norm": config.max_grad_norm,
+        "threads": config.threads,
+        "accumulation_steps": config.accumulation_steps,
+        "eager": config.eager,
+        "device": session.device,
+        "copies": session.copies,
+        "on_event": session.log,
+    }
+    if optimizer is None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return OffloadAdamW(trained, lr=config.lr, **shared)
+    if isinstance(optimizer, OffloadAdamW):
+        optimizer.adopt(
+            session.device,
+            session.copies,
+            session.log,
+            max_grad_norm=config.max_grad_norm,
+            accumulation_steps=config.accumulation_steps,
+        )
+        return optimizer
+    return convert_optimizer(optimizer, **shared)
+
+
+def _defaults_in_words(config: WrapOptions) -> list[str]:
+    lines = []
+    if config.offload == "auto":
+        lines.append("offload='auto': this version always keeps optimizer state on the host")
+    for name in (
+        "activation_offload",
+        "recompute",
+        "attention",
+        "kernels",
+        "fused_lora",
+        "cuda_graphs",
+    ):
+        if getattr(config, name) == "auto":
+            lines.append(f"{name}='auto': off, not built in this version")
+    return lines

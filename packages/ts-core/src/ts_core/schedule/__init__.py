@@ -1,0 +1,8 @@
+"""Deciding where blocks live: profiles and plans are plain data, the planner a pure function."""
+
+from __future__ import annotations
+
+from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOptions
+from ts_core.schedule.planner import make_plan, spread
+
+__all__ = ["MachineProfile", "ModelProfile", "Plan", "PlanOptions", "make_plan", "spread"]

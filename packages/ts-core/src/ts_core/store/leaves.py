@@ -1,0 +1,73 @@
+"""The plain tensors inside a parameter, and how to put other ones in their place.
+
+A parameter is either a plain tensor or a wrapper subclass that follows PyTorch's traceable
+protocol (`__tensor_flatten__` names its inner tensors, which may be such subclasses themselves).
+Nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One plain tensor that can be replaced.
+
+    Attributes:
+        name: dotted name, for messages.
+        holder: the parameter itself, or the subclass instance that has it as an attribute.
+        attribute: name of the attribute of `holder`, or None when the leaf is the parameter.
+    """
+
+    name: str
+    holder: Any
+    attribute: str | None
+
+    def get(self) -> torch.Tensor:
+        """The tensor that is there now."""
+        if self.attribute is None:
+            data: torch.Tensor = self.holder.data
+            return data
+        inner: torch.Tensor = getattr(self.holder, self.attribute)
+        return inner
+
+    def set(self, tensor: torch.Tensor) -> None:
+        """Put `tensor` (same shape and dtype, any address or device) in its place."""
+        if self.attribute is None:
+            self.holder.data = tensor
+        else:
+            setattr(self.holder, self.attribute, tensor)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a subclass that names its inner tensors."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def tensor_leaves(name: str, tensor: torch.Tensor) -> Iterator[Leaf]:
+    """The leaves of a parameter: itself when plain, else its inner tensors, in order."""
+    if not is_wrapper(tensor):
+        yield Leaf(name, tensor, None)
+        return
+    yield from _inner_leaves(name, tensor)
+
+
+def _inner_leaves(name: str, wrapper: Any) -> Iterator[Leaf]:
+    attributes, _ = wrapper.__tensor_flatten__()
+    for attribute in attributes:
+        inner = getattr(wrapper, attribute)
+        if is_wrapper(inner):
+            yield from _inner_leaves(f"{name}.{attribute}", inner)
+        else:
+            yield Leaf(f"{name}.{attribute}", wrapper, attribute)
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a parameter really occupies, subclass or not."""
+    return sum(leaf.get().numel() * leaf.get().element_size() for leaf in tensor_leaves("", tensor))

@@ -1,0 +1,9 @@
+"""Copies between host and device, and every wait between streams."""
+
+from __future__ import annotations
+
+from ts_core.transfer.copies import CopyEngine
+from ts_core.transfer.edges import DelayPlan, inject_delays, wait
+from ts_core.transfer.slots import Slot, SlotRing
+
+__all__ = ["CopyEngine", "DelayPlan", "Slot", "SlotRing", "inject_delays", "wait"]

@@ -1,0 +1,113 @@
+"""Asynchronous copies, ordered by events, counted, and bounded in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ts_core.device.base import Device, Event, Stream
+from ts_core.transfer import edges
+
+DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
+
+
+@dataclass
+class DirectionStats:
+    """What went one way over the link."""
+
+    bytes: int = 0
+    copies: int = 0
+    limit_waits: int = 0
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    event: Event
+    size_bytes: int
+    keep: tuple[torch.Tensor, ...]
+
+
+class _Lane:
+    """One direction: its stream, what is in flight on it, and its counters."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.in_flight: deque[_InFlight] = deque()
+        self.in_flight_bytes = 0
+        self.stats = DirectionStats()
+        self.lock = threading.Lock()
+
+    def retire(self) -> None:
+        while self.in_flight and self.in_flight[0].event.query():
+            self.in_flight_bytes -= self.in_flight.popleft().size_bytes
+
+
+class CopyEngine:
+    """Queues copies on one stream per direction.
+
+    A copy keeps its tensors alive until it has finished, so a source may be dropped by the caller
+    at once; the caller must not write to it before the returned event.
+
+    Args:
+        device: the accelerator.
+        max_inflight_bytes: a direction holds at most this many bytes of unfinished copies (one
+            larger copy is let through alone); the host waits for the oldest beyond it.
+    """
+
+    def __init__(self, device: Device, max_inflight_bytes: int | None = None) -> None:
+        self.device = device
+        self.max_inflight_bytes = max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES
+        self._lanes = {name: _Lane(device.new_stream(name)) for name in ("h2d", "d2h")}
+
+    def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: Event | None = None) -> Event:
+        """Queue a copy to the device after `after`; returns the event of its completion."""
+        return self._copy("h2d", dst_d, src_h, after)
+
+    def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: Event | None = None) -> Event:
+        """Queue a copy to the host after `after`; returns the event of its completion."""
+        return self._copy("d2h", dst_h, src_d, after)
+
+    def wait_compute(self, event: Event) -> None:
+        """Make the calling thread's compute stream wait for `event`."""
+        edges.wait(self.device, self.device.compute_stream(), event)
+
+    def record_compute(self) -> Event:
+        """An event after everything queued so far on the calling thread's compute stream."""
+        return self.device.compute_stream().record()
+
+    def synchronize(self) -> None:
+        """Block until every queued copy has finished."""
+        for lane in self._lanes.values():
+            lane.stream.synchronize()
+            with lane.lock:
+                lane.retire()
+
+    def stats(self) -> dict[str, DirectionStats]:
+        """Counters by direction, "h2d" and "d2h"."""
+        return {name: lane.stats for name, lane in self._lanes.items()}
+
+    def _copy(
+        self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Event | None
+    ) -> Event:
+        lane = self._lanes[direction]
+        size_bytes = src.numel() * src.element_size()
+        with lane.lock:
+            lane.retire()
+            while lane.in_flight and (lane.in_flight_bytes + size_bytes > self.max_inflight_bytes):
+                lane.stats.limit_waits += 1
+                self.device.host_wait(lane.in_flight[0].event)
+                lane.in_flight_bytes -= lane.in_flight.popleft().size_bytes
+            if after is not None:
+                edges.wait(self.device, lane.stream, after)
+            edges.pause(self.device, lane.stream)
+            self.device.copy(dst, src, lane.stream)
+            edges.pause(self.device, lane.stream)
+            event = lane.stream.record()
+            lane.in_flight.append(_InFlight(event, size_bytes, (dst, src)))
+            lane.in_flight_bytes += size_bytes
+            lane.stats.bytes += size_bytes
+            lane.stats.copies += 1
+        return event
