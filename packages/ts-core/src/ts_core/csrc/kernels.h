@@ -1,0 +1,60 @@
+// The inner loops that exist once per SIMD level, behind tables of plain function pointers.
+//
+// Every level runs the same arithmetic in the same order: one fp32 rounding per operation, no fused
+// multiply-add, and sums of squares in 16 fp64 lanes where element i goes to lane i % 16. So all
+// levels give the same bits.
+//
+// The kernels_*.cpp files are compiled with instructions that the machine may lack. They include
+// no header with inline functions of external linkage (no C++ standard library), because the linker
+// keeps one copy of such a function for the whole module and could keep theirs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ts {
+
+struct AdamWScalars {
+  float decay;            // 1 - lr * weight_decay
+  float grad_scale;       // multiplies the gradient
+  float lerp_weight;      // 1 - beta1
+  float one_minus_lerp;   // beta1
+  bool lerp_from_start;   // lerp_weight < 0.5: m + w (g - m); else g - (g - m)(1 - w)
+  float beta2;
+  float one_minus_beta2;
+  float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  float eps;
+  float step_size;        // lr / (1 - beta1^step)
+};
+
+struct AdamWRange {
+  void* param;         // param_dtype
+  const void* grad;    // grad_dtype
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* master;       // fp32, or null
+  std::size_t count;
+};
+
+using AdamWKernel = void (*)(const AdamWScalars&, const AdamWRange&);
+
+constexpr int kSquareLanes = 16;
+struct GradSums {
+  double squares[kSquareLanes];
+  std::uint64_t nonfinite;
+};
+// Adds the elements to `sums`; the element at `grad` goes to lane 0.
+using GradStatsKernel = void (*)(const void* grad, std::size_t count, GradSums& sums);
+
+struct KernelTable {
+  AdamWKernel adamw[3][3][2];  // [param dtype][grad dtype][has master]
+  GradStatsKernel grad_stats[3];
+};
+
+const KernelTable* scalar_kernels();
+// These return nullptr where the target has no such instructions.
+const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+const KernelTable* neon_kernels();
+
+}  // namespace ts

@@ -1,0 +1,14 @@
+// What each kernels_*.cpp file includes before opening its anonymous namespace: C headers and
+// plain declarations only (see kernels.h for the reason).
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__GNUC__) || defined(__clang__)
+#define TS_SQRTF __builtin_sqrtf
+#else
+#define TS_SQRTF sqrtf
+#endif

@@ -1,0 +1,131 @@
+// The loops, written once against a vector type `V` and the scalar conversions of convert.h.
+//
+// `V` has kWidth lanes (a divisor of 16) and static functions load32/load_bf16/load_fp16,
+// store32/store_bf16/store_fp16, set1, add, sub, mul, div, sqrt and nonfinite (how many lanes are
+// infinite or NaN), and a nested type Squares: the 16 fp64 lanes of a sum of squares.
+//
+// Included inside each kernels_*.cpp file's anonymous namespace (see kernels.h for the reason).
+
+template <int kDType>
+struct Element {
+  using Type = std::uint16_t;
+};
+template <>
+struct Element<0> {
+  using Type = float;
+};
+
+template <typename V, int kDType>
+inline typename V::Register load(const typename Element<kDType>::Type* from) {
+  if constexpr (kDType == 0) {
+    return V::load32(from);
+  } else if constexpr (kDType == 1) {
+    return V::load_bf16(from);
+  } else {
+    return V::load_fp16(from);
+  }
+}
+
+template <typename V, int kDType>
+inline void store(typename Element<kDType>::Type* to, typename V::Register value) {
+  if constexpr (kDType == 0) {
+    V::store32(to, value);
+  } else if constexpr (kDType == 1) {
+    V::store_bf16(to, value);
+  } else {
+    V::store_fp16(to, value);
+  }
+}
+
+// One AdamW update of kWidth elements; Loshchilov & Hutter, "Decoupled Weight Decay
+// Regularization" (arXiv:1711.05101), in the order of operations of torch.optim.AdamW:
+//   p <- p (1 - lr wd);  m <- lerp(m, g, 1 - beta1);  v <- beta2 v + (1 - beta2) g g
+//   p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+template <typename V, int kParam, int kGrad, bool kMaster, bool kFromStart>
+inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
+                   const typename Element<kGrad>::Type* grad, float* exp_avg, float* exp_avg_sq,
+                   float* master) {
+  const auto g = V::mul(load<V, kGrad>(grad), V::set1(s.grad_scale));
+  auto p = kMaster ? V::load32(master) : load<V, kParam>(param);
+  auto m = V::load32(exp_avg);
+  auto v = V::load32(exp_avg_sq);
+  p = V::mul(p, V::set1(s.decay));
+  if constexpr (kFromStart) {
+    m = V::add(m, V::mul(V::set1(s.lerp_weight), V::sub(g, m)));
+  } else {
+    m = V::sub(g, V::mul(V::sub(g, m), V::set1(s.one_minus_lerp)));
+  }
+  v = V::add(V::mul(v, V::set1(s.beta2)), V::mul(V::mul(V::set1(s.one_minus_beta2), g), g));
+  const auto denominator =
+      V::add(V::div(V::sqrt(v), V::set1(s.bias_correction2_sqrt)), V::set1(s.eps));
+  p = V::sub(p, V::div(V::mul(V::set1(s.step_size), m), denominator));
+  V::store32(exp_avg, m);
+  V::store32(exp_avg_sq, v);
+  if constexpr (kMaster) V::store32(master, p);
+  store<V, kParam>(param, p);
+}
+
+template <typename V, int kParam, int kGrad, bool kMaster, bool kFromStart>
+void adamw_loop(const AdamWScalars& s, const AdamWRange& r) {
+  auto* param = static_cast<typename Element<kParam>::Type*>(r.param);
+  const auto* grad = static_cast<const typename Element<kGrad>::Type*>(r.grad);
+  std::size_t i = 0;
+  for (; i + V::kWidth <= r.count; i += V::kWidth) {
+    update<V, kParam, kGrad, kMaster, kFromStart>(s, param + i, grad + i, r.exp_avg + i,
+                                                  r.exp_avg_sq + i,
+                                                  kMaster ? r.master + i : nullptr);
+  }
+  for (; i < r.count; ++i) {
+    update<Scalar, kParam, kGrad, kMaster, kFromStart>(s, param + i, grad + i, r.exp_avg + i,
+                                                       r.exp_avg_sq + i,
+                                                       kMaster ? r.master + i : nullptr);
+  }
+}
+
+template <typename V, int kParam, int kGrad, bool kMaster>
+void adamw(const AdamWScalars& s, const AdamWRange& r) {
+  if (s.lerp_from_start) {
+    adamw_loop<V, kParam, kGrad, kMaster, true>(s, r);
+  } else {
+    adamw_loop<V, kParam, kGrad, kMaster, false>(s, r);
+  }
+}
+
+template <typename V, int kGrad>
+void grad_stats(const void* pointer, std::size_t count, GradSums& sums) {
+  const auto* grad = static_cast<const typename Element<kGrad>::Type*>(pointer);
+  typename V::Squares squares(sums.squares);
+  std::uint64_t nonfinite = 0;
+  std::size_t i = 0;
+  for (; i + kSquareLanes <= count; i += kSquareLanes) {
+    typename V::Register group[kSquareLanes / V::kWidth];
+    for (int part = 0; part < kSquareLanes / V::kWidth; ++part) {
+      group[part] = load<V, kGrad>(grad + i + part * V::kWidth);
+      nonfinite += V::nonfinite(group[part]);
+    }
+    squares.add(group);
+  }
+  squares.store(sums.squares);
+  for (int lane = 0; i < count; ++i, ++lane) {
+    const float value = load<Scalar, kGrad>(grad + i);
+    nonfinite += Scalar::nonfinite(value);
+    sums.squares[lane] += static_cast<double>(value) * static_cast<double>(value);
+  }
+  sums.nonfinite += nonfinite;
+}
+
+template <typename V>
+KernelTable make_table() {
+  return {{
+              {{adamw<V, 0, 0, false>, adamw<V, 0, 0, true>},
+               {adamw<V, 0, 1, false>, adamw<V, 0, 1, true>},
+               {adamw<V, 0, 2, false>, adamw<V, 0, 2, true>}},
+              {{adamw<V, 1, 0, false>, adamw<V, 1, 0, true>},
+               {adamw<V, 1, 1, false>, adamw<V, 1, 1, true>},
+               {adamw<V, 1, 2, false>, adamw<V, 1, 2, true>}},
+              {{adamw<V, 2, 0, false>, adamw<V, 2, 0, true>},
+               {adamw<V, 2, 1, false>, adamw<V, 2, 1, true>},
+               {adamw<V, 2, 2, false>, adamw<V, 2, 2, true>}},
+          },
+          {grad_stats<V, 0>, grad_stats<V, 1>, grad_stats<V, 2>}};
+}

@@ -1,0 +1,69 @@
+// Eight lanes: AVX2 and F16C.
+//
+// Included inside kernels_avx2.cpp's anonymous namespace (see kernels.h for the reason).
+
+struct Avx2 {
+  using Register = __m256;
+  static constexpr int kWidth = 8;
+
+  static __m256 load32(const float* from) { return _mm256_loadu_ps(from); }
+  static __m256 load_bf16(const std::uint16_t* from) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  }
+  static __m256 load_fp16(const std::uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void store32(float* to, __m256 value) { _mm256_storeu_ps(to, value); }
+  static void store_bf16(std::uint16_t* to, __m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+    const __m256i packed = _mm256_packus_epi32(result, result);  // within each half
+    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(ordered));
+  }
+  static void store_fp16(std::uint16_t* to, __m256 value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static __m256 set1(float value) { return _mm256_set1_ps(value); }
+  static __m256 add(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+  static __m256 sub(__m256 a, __m256 b) { return _mm256_sub_ps(a, b); }
+  static __m256 mul(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
+  static __m256 div(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
+  static __m256 sqrt(__m256 a) { return _mm256_sqrt_ps(a); }
+  static unsigned nonfinite(__m256 a) {
+    const __m256i exponent = _mm256_set1_epi32(0x7f800000);
+    const __m256i same =
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(a), exponent), exponent);
+    unsigned mask = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(same)));
+    unsigned count = 0;
+    for (; mask != 0; mask &= mask - 1) ++count;
+    return count;
+  }
+
+  struct Squares {
+    __m256d lanes[4];
+    explicit Squares(const double* from) {
+      for (int i = 0; i < 4; ++i) lanes[i] = _mm256_loadu_pd(from + 4 * i);
+    }
+    static __m256d plus_square(__m256d sum, __m128 values) {
+      const __m256d wide = _mm256_cvtps_pd(values);
+      return _mm256_add_pd(sum, _mm256_mul_pd(wide, wide));
+    }
+    void add(const __m256* group) {
+      for (int i = 0; i < 2; ++i) {
+        lanes[2 * i] = plus_square(lanes[2 * i], _mm256_castps256_ps128(group[i]));
+        lanes[2 * i + 1] = plus_square(lanes[2 * i + 1], _mm256_extractf128_ps(group[i], 1));
+      }
+    }
+    void store(double* to) const {
+      for (int i = 0; i < 4; ++i) _mm256_storeu_pd(to + 4 * i, lanes[i]);
+    }
+  };
+};

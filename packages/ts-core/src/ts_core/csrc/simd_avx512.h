@@ -1,0 +1,68 @@
+// Sixteen lanes: AVX-512F. (The bf16 instructions of later chips flush subnormal numbers, which
+// the other levels do not, so they are not used.)
+//
+// Included inside kernels_avx512.cpp's anonymous namespace (see kernels.h for the reason).
+
+struct Avx512 {
+  using Register = __m512;
+  static constexpr int kWidth = 16;
+
+  static __m512 load32(const float* from) { return _mm512_loadu_ps(from); }
+  static __m512 load_bf16(const std::uint16_t* from) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static __m512 load_fp16(const std::uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static void store32(float* to, __m512 value) { _mm512_storeu_ps(to, value); }
+  static void store_bf16(std::uint16_t* to, __m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_srli_epi32(
+        _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i result = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(result));
+  }
+  static void store_fp16(std::uint16_t* to, __m512 value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                        _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  static __m512 set1(float value) { return _mm512_set1_ps(value); }
+  static __m512 add(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+  static __m512 sub(__m512 a, __m512 b) { return _mm512_sub_ps(a, b); }
+  static __m512 mul(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
+  static __m512 div(__m512 a, __m512 b) { return _mm512_div_ps(a, b); }
+  static __m512 sqrt(__m512 a) { return _mm512_sqrt_ps(a); }
+  static unsigned nonfinite(__m512 a) {
+    const __m512i exponent = _mm512_set1_epi32(0x7f800000);
+    unsigned mask = static_cast<unsigned>(_mm512_cmpeq_epi32_mask(
+        _mm512_and_epi32(_mm512_castps_si512(a), exponent), exponent));
+    unsigned count = 0;
+    for (; mask != 0; mask &= mask - 1) ++count;
+    return count;
+  }
+
+  struct Squares {
+    __m512d lanes[2];
+    explicit Squares(const double* from) {
+      for (int i = 0; i < 2; ++i) lanes[i] = _mm512_loadu_pd(from + 8 * i);
+    }
+    static __m512d plus_square(__m512d sum, __m256 values) {
+      const __m512d wide = _mm512_cvtps_pd(values);
+      return _mm512_add_pd(sum, _mm512_mul_pd(wide, wide));
+    }
+    void add(const __m512* group) {
+      const __m256 low = _mm512_castps512_ps256(group[0]);
+      const __m256 high = _mm256_castpd_ps(
+          _mm512_extractf64x4_pd(_mm512_castps_pd(group[0]), 1));
+      lanes[0] = plus_square(lanes[0], low);
+      lanes[1] = plus_square(lanes[1], high);
+    }
+    void store(double* to) const {
+      for (int i = 0; i < 2; ++i) _mm512_storeu_pd(to + 8 * i, lanes[i]);
+    }
+  };
+};

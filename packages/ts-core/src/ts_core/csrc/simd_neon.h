@@ -1,0 +1,59 @@
+// Four lanes: NEON of 64-bit Arm. Compiled where the target has it; not tested.
+//
+// Included inside kernels_neon.cpp's anonymous namespace (see kernels.h for the reason).
+
+struct Neon {
+  using Register = float32x4_t;
+  static constexpr int kWidth = 4;
+
+  static float32x4_t load32(const float* from) { return vld1q_f32(from); }
+  static float32x4_t load_bf16(const std::uint16_t* from) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16));
+  }
+  static float32x4_t load_fp16(const std::uint16_t* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+  }
+  static void store32(float* to, float32x4_t value) { vst1q_f32(to, value); }
+  static void store_bf16(std::uint16_t* to, float32x4_t value) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(value);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded =
+        vshrq_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
+    const uint32x4_t is_number = vceqq_f32(value, value);
+    vst1_u16(to, vmovn_u32(vbslq_u32(is_number, rounded, vdupq_n_u32(0x7fc0))));
+  }
+  static void store_fp16(std::uint16_t* to, float32x4_t value) {
+    vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(value)));
+  }
+
+  static float32x4_t set1(float value) { return vdupq_n_f32(value); }
+  static float32x4_t add(float32x4_t a, float32x4_t b) { return vaddq_f32(a, b); }
+  static float32x4_t sub(float32x4_t a, float32x4_t b) { return vsubq_f32(a, b); }
+  static float32x4_t mul(float32x4_t a, float32x4_t b) { return vmulq_f32(a, b); }
+  static float32x4_t div(float32x4_t a, float32x4_t b) { return vdivq_f32(a, b); }
+  static float32x4_t sqrt(float32x4_t a) { return vsqrtq_f32(a); }
+  static unsigned nonfinite(float32x4_t a) {
+    const uint32x4_t exponent = vdupq_n_u32(0x7f800000);
+    const uint32x4_t same = vceqq_u32(vandq_u32(vreinterpretq_u32_f32(a), exponent), exponent);
+    return vaddvq_u32(vshrq_n_u32(same, 31));
+  }
+
+  struct Squares {
+    float64x2_t lanes[8];
+    explicit Squares(const double* from) {
+      for (int i = 0; i < 8; ++i) lanes[i] = vld1q_f64(from + 2 * i);
+    }
+    static float64x2_t plus_square(float64x2_t sum, float64x2_t wide) {
+      return vaddq_f64(sum, vmulq_f64(wide, wide));
+    }
+    void add(const float32x4_t* group) {
+      for (int i = 0; i < 4; ++i) {
+        lanes[2 * i] = plus_square(lanes[2 * i], vcvt_f64_f32(vget_low_f32(group[i])));
+        lanes[2 * i + 1] = plus_square(lanes[2 * i + 1], vcvt_high_f64_f32(group[i]));
+      }
+    }
+    void store(double* to) const {
+      for (int i = 0; i < 8; ++i) vst1q_f64(to + 2 * i, lanes[i]);
+    }
+  };
+};
