@@ -44,7 +44,7 @@ _MSVC_FLAGS = ["/std:c++17", "/O2", "/EHsc", "/fp:precise", "/nologo", "/W3", "/
 
 
 class BuildError(RuntimeError):
-    """The host core cannot be built; the message names what is missing and the line that adds it."""
+    """The host core cannot be built; the message names what is missing and how to add it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ def find_toolchain() -> Toolchain:
     if named:
         compiler = tuple(shlex.split(named, posix=not msvc))
         if shutil.which(compiler[0]) is None:
-            missing.append(f"the compiler that CXX names, {compiler[0]!r} (unset CXX or correct it)")
+            missing.append(
+                f"the compiler that CXX names, {compiler[0]!r} (unset CXX or correct it)"
+            )
     else:
         for candidate in ["cl"] if msvc else ["g++", "c++", "clang++"]:
             if shutil.which(candidate) is not None:

@@ -28,7 +28,7 @@ _load_lock = threading.Lock()
 
 
 class EventWait(NamedTuple):
-    """How host threads wait for the device: check for `spin_us`, then sleep `sleep_us` between checks."""
+    """How host threads wait: check for `spin_us`, then sleep `sleep_us` between checks."""
 
     policy: str
     spin_us: int
@@ -243,8 +243,8 @@ def adamw_step(
         p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The factors are computed in double and rounded once to fp32; the elements in fp32, with one
-    rounding per operation (no fused multiply-add) and subnormal numbers kept. The result is the same
-    bits for any number of threads and any SIMD level.
+    rounding per operation (no fused multiply-add) and subnormal numbers kept. Any number of threads
+    and any SIMD level give the same bits.
 
     Args:
         param_ptr: the parameter, `param_dtype` ("float32", "bfloat16" or "float16").
@@ -373,9 +373,7 @@ def register_memory(ptr: int, nbytes: int, *, device: int = 0) -> str:
     Raises:
         ValueError: a null pointer or a negative size.
     """
-    return str(
-        load().register_memory(_address("ptr", ptr), _integer("nbytes", nbytes), device)
-    )
+    return str(load().register_memory(_address("ptr", ptr), _integer("nbytes", nbytes), device))
 
 
 def unregister_memory(ptr: int, *, device: int = 0) -> str:

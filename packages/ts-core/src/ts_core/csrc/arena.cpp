@@ -129,7 +129,7 @@ std::string Arena::pin_slabs(std::uint64_t cap, int device) {
   std::string first_refusal;
   for (auto& entry : slabs_) {
     Slab& slab = entry.second;
-    if (slab.pinned || slab.release_when_free || pinned + slab.bytes > cap) continue;
+    if (slab.pinned || pinned + slab.bytes > cap) continue;
     ++system_calls_;
     const std::string why = driver::register_memory(slab.base, slab.bytes, device);
     if (why.empty()) {

@@ -44,14 +44,12 @@ class Ledger:
     """Accounts for the bytes of a pool; allocates nothing itself. Thread-safe.
 
     Args:
-        limit_bytes: the most that may be reserved at once; None for no limit.
+        limit: the most bytes that may be reserved at once; None for no limit.
         name: what the pool is called in errors.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, name: str = "device memory") -> None:
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(f"limit_bytes={limit_bytes}: expected None or a number >= 0")
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit: int | None = None, *, name: str = "device memory") -> None:
+        self.limit = limit
         self.name = name
         self._lock = threading.Lock()
         self._by_tag: dict[str, int] = {}
@@ -71,12 +69,24 @@ class Ledger:
         if nbytes < 0:
             raise ValueError(f"nbytes={nbytes}: expected a number >= 0")
         with self._lock:
-            if self.limit_bytes is not None and self._used + nbytes > self.limit_bytes:
-                raise OutOfBudgetError(self._refusal(nbytes, tag))
+            limit = self._limit
+            if limit is not None and self._used + nbytes > limit:
+                raise OutOfBudgetError(self._refusal(limit, nbytes, tag))
             self._used += nbytes
             self._peak = max(self._peak, self._used)
             self._by_tag[tag] = self._by_tag.get(tag, 0) + nbytes
         return Reservation(self, nbytes, tag)
+
+    @property
+    def limit(self) -> int | None:
+        """The most bytes that may be reserved at once; lowering it below `used` frees nothing."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit={limit}: expected None or a number of bytes >= 0")
+        self._limit = limit
 
     @property
     def used(self) -> int:
@@ -92,7 +102,7 @@ class Ledger:
     def free(self) -> int | None:
         """Bytes that may still be reserved; None without a limit."""
         with self._lock:
-            return None if self.limit_bytes is None else self.limit_bytes - self._used
+            return None if self._limit is None else max(self._limit - self._used, 0)
 
     def by_tag(self) -> dict[str, int]:
         """Bytes reserved now by tag, without the tags that hold none."""
@@ -110,8 +120,7 @@ class Ledger:
             self._by_tag[reservation.tag] -= reservation.nbytes
             reservation.nbytes = 0
 
-    def _refusal(self, nbytes: int, tag: str) -> str:
-        limit = self.limit_bytes or 0
+    def _refusal(self, limit: int, nbytes: int, tag: str) -> str:
         held = ", ".join(f"{name} {size}" for name, size in sorted(self._by_tag.items()) if size)
         return (
             f"{nbytes} bytes for {tag!r} do not fit in the {self.name}: limit {limit}, used "
