@@ -1,0 +1,24 @@
+"""Training kernels for PyTorch, each with a plain PyTorch reference.
+
+Usable with nothing else installed than torch: on CUDA GPUs the kernels are Triton, everywhere
+else the same functions run in PyTorch. Importing initializes no CUDA context and needs no Triton.
+"""
+
+from ts_kernels import reference
+from ts_kernels._cross_entropy import chunked_cross_entropy, count_targets
+from ts_kernels._logprobs import sequence_logprobs
+from ts_kernels._losses import causal_lm_loss, dpo_loss
+from ts_kernels._rms_norm import rms_norm
+
+__version__ = "0.8.0"
+
+__all__ = [
+    "__version__",
+    "causal_lm_loss",
+    "chunked_cross_entropy",
+    "count_targets",
+    "dpo_loss",
+    "reference",
+    "rms_norm",
+    "sequence_logprobs",
+]

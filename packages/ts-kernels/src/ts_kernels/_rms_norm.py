@@ -1,0 +1,281 @@
+"""RMSNorm: operators and the public function."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ts_kernels._backend import on_device_of, use_triton
+from ts_kernels._library import define_op, not_twice_differentiable
+
+# The backward kernel holds whole rows in registers; wider rows take the PyTorch path.
+_WIDEST_BACKWARD = 32768
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, with the rounding steps of the Llama formula.
+
+        h = x.float();  h = h * rsqrt(mean(h^2) + eps);  y = weight * h.to(x.dtype)
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    On the CPU the result is that formula's, bit for bit. On CUDA the kernel adds up the squares
+    in the order of torch's own reduction, so that it equals the formula run op by op by torch
+    for contiguous x whose last dimension is a multiple of 4 (or below 128), on the torch versions
+    that README.md names; otherwise rstd may differ in its last bit, which after rounding to bf16
+    changes few elements. Gradients are computed in fp32 and rounded once. The weight gradient is
+    summed in an order that depends on the shape alone; a frozen weight costs no gradient work.
+    float64 is computed in float64, by plain PyTorch. Runs on the current stream.
+
+    Args:
+        x: [..., D], D >= 1; any strides; may be empty. float32, bfloat16, float16 or float64.
+        weight: [D], any of these dtypes.
+        eps: added to the mean square.
+
+    Returns:
+        Contiguous tensor of x's shape; its dtype is torch's promotion of x's and weight's.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit.
+        NotImplementedError: the gradient is differentiated again.
+
+    Example:
+        >>> x = torch.randn(2, 3, 8)
+        >>> y = rms_norm(x, torch.ones(8), 1e-6)
+    """
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(
+            f"x has dtype {x.dtype} and weight {weight.dtype}; expected floating dtypes."
+        )
+    if x.dim() < 1 or x.shape[-1] < 1 or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; expected x [..., D] "
+            f"and weight [D] with the same D of at least 1."
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"x is on {x.device} and weight on {weight.device}; expected one device. Move one of "
+            f"them."
+        )
+    y: Tensor = torch.ops.ts_kernels.rms_norm(x, weight, eps)[0]
+    return y
+
+
+def _stat_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, rstd [...])."""
+    if x.numel() and use_triton(x, weight):
+        return _launch_forward(x, weight, eps)
+    h = x.to(_stat_dtype(x))
+    rstd = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    y = weight * (h * rstd).to(x.dtype)
+    return y.contiguous(), rstd.squeeze(-1).contiguous()
+
+
+def _forward_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype)),
+        x.new_empty(x.shape[:-1], dtype=_stat_dtype(x)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    _, rstd = output
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, rstd)
+
+
+def _autograd(
+    ctx: Any, dy: Tensor | None, unused: Any
+) -> tuple[Tensor | None, Tensor | None, None]:
+    if dy is None:
+        return None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    want_x, want_weight, _ = ctx.needs_input_grad
+    dx, dw = torch.ops.ts_kernels.rms_norm_backward(dy, x, weight, rstd, want_x, want_weight)
+    return (dx if want_x else None), (dw if want_weight else None), None
+
+
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dw); a size of 0 if not wanted."""
+    if (
+        x.numel()
+        and x.shape[-1] <= _WIDEST_BACKWARD
+        and use_triton(x, weight, dy)
+        and (want_x or want_weight)
+    ):
+        return _launch_backward(dy, x, weight, rstd, want_x, want_weight)
+    dx, dw = x.new_empty(0), weight.new_empty(0)
+    rstd = rstd.unsqueeze(-1)
+    xhat = x.to(rstd.dtype) * rstd
+    wide_dy = dy.to(rstd.dtype)
+    if want_x:
+        wdy = wide_dy * weight.to(rstd.dtype)
+        mean = (wdy * xhat).mean(-1, keepdim=True)
+        dx = ((wdy - xhat * mean) * rstd).to(x.dtype).contiguous()
+    if want_weight:
+        products = wide_dy * xhat.to(x.dtype).to(rstd.dtype)
+        dw = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx, dw
+
+
+def _backward_fake(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape if want_x else 0),
+        weight.new_empty(weight.shape if want_weight else 0),
+    )
+
+
+define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+    _autograd,
+    _setup_context,
+)
+define_op(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, bool want_x, "
+    "bool want_weight) -> (Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+    not_twice_differentiable("rms_norm", "ts_kernels.reference.rms_norm"),
+)
+
+
+class TorchReduction(NamedTuple):
+    """How torch's CUDA reduction spreads the sum of one contiguous row over threads."""
+
+    width: int  # threads along the row
+    height: int  # of which as many groups work on one row
+    vectorized: bool  # a thread's four accumulators hold neighbours, or values `width` apart
+
+
+@lru_cache(maxsize=1024)
+def torch_reduction(rows: int, hidden: int) -> TorchReduction:
+    """The block that torch chooses for a mean over the last of [rows, hidden] float32 values."""
+    vectorized = hidden >= 128
+    across = min(_last_power_of_2(hidden // 4 if vectorized else hidden), 512)
+    width = min(across, 32)
+    height = min(_last_power_of_2(rows), 512 // width)
+    width = min(across, 512 // height)
+    values_per_thread = -(-hidden // width)
+    split = values_per_thread >= min(height * 16, 256)
+    return TorchReduction(width, height if split else 1, vectorized)
+
+
+@lru_cache(maxsize=1024)
+def _mean_factor(rows: int, hidden: int) -> float:
+    """torch's factor of the mean: outputs over inputs, each rounded to float32."""
+    return _float32(_float32(rows) / _float32(rows * hidden))
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
+
+def _last_power_of_2(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., D] -> [rows, D] with unit column stride, copied only if it must be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from ts_kernels.triton_kernels.rms_norm import rms_norm_forward_kernel
+
+    y, rstd = _forward_fake(x, weight, eps)
+    x2 = _as_rows(x)
+    rows, hidden = x2.shape
+    width, height, vectorized = torch_reduction(rows, hidden)
+    span = width * height * 4
+    steps = -(-hidden // span)
+    unroll = min(_next_power_of_2(steps), 8)
+    rows_per_program = max(1, 512 // span) if rows >= 2048 else 1
+    with on_device_of(x):
+        rms_norm_forward_kernel[(-(-rows // rows_per_program),)](
+            x2,
+            weight.contiguous(),
+            y,
+            rstd,
+            x2.stride(0),
+            rows,
+            _mean_factor(rows, hidden),
+            float(eps),
+            HIDDEN=hidden,
+            ROWS=rows_per_program,
+            WIDTH=width,
+            HEIGHT=height,
+            VECTORIZED=vectorized,
+            LOG_WIDTH=width.bit_length() - 1,
+            LOG_HEIGHT=height.bit_length() - 1,
+            STEPS=steps,
+            UNROLL=unroll,
+            num_warps=max(1, min(8, span * rows_per_program // 512)),
+            enable_fp_fusion=False,
+        )
+    return y, rstd
+
+
+def _launch_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    from ts_kernels.triton_kernels.rms_norm import rms_norm_backward_kernel
+
+    x2, dy2 = _as_rows(x), _as_rows(dy)
+    rows, hidden = x2.shape
+    block = _next_power_of_2(hidden)
+    rows_per_tile = max(1, min(16, 4096 // block))
+    tiles = -(-rows // rows_per_tile)
+    # With a weight gradient a program sums over many tiles; how many is a matter of the shape
+    # alone, never of the GPU, so that the order of the sum is fixed.
+    programs = tiles
+    if want_weight:
+        programs = min(tiles, 512 if block <= 4096 else 256)
+    tiles_per_program = -(-tiles // programs)
+    programs = -(-tiles // tiles_per_program)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_x else x.new_empty(0)
+    parts = (
+        torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if want_weight else dx
+    )
+    with on_device_of(x):
+        rms_norm_backward_kernel[(programs,)](
+            dy2,
+            x2,
+            weight.contiguous(),
+            rstd,
+            dx,
+            parts,
+            dy2.stride(0),
+            x2.stride(0),
+            rows,
+            tiles_per_program,
+            HIDDEN=hidden,
+            ROWS=rows_per_tile,
+            BLOCK=block,
+            WANT_X=want_x,
+            WANT_WEIGHT=want_weight,
+            num_warps=max(4, min(32, block // 1024)),
+        )
+    dw = parts.sum(0).to(weight.dtype) if want_weight else weight.new_empty(0)
+    return dx, dw

@@ -1,0 +1,86 @@
+"""The same functions in plain PyTorch: the formula, differentiable any number of times.
+
+They build every intermediate (the whole logits included) and are what the tests compare with.
+Statistics, softmax and losses are float32, or float64 for float64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ts_kernels._cross_entropy import _divisor
+from ts_kernels._logprobs import shifted
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The Llama formula; see `ts_kernels.rms_norm`."""
+    h = _wide(x)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def _token_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    logit_softcap: float | None,
+) -> Tensor:
+    logits = _wide(F.linear(hidden, weight, bias))
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    losses = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]),
+        targets.reshape(-1).long(),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+    return losses.reshape(targets.shape)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk_size: int = 1024,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    logit_softcap: float | None = None,
+) -> Tensor:
+    """See `ts_kernels.chunked_cross_entropy`; `chunk_size` is accepted and does nothing."""
+    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap)
+    total = losses.sum()
+    if num_items is not None:
+        return total / _divisor(num_items, total.device)
+    if reduction == "sum":
+        return total
+    return total / (targets != ignore_index).sum().clamp(min=1)
+
+
+def sequence_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunk_size: int = 1024,
+    ignore_index: int = -100,
+    shift: bool = True,
+    average: bool = False,
+    logit_softcap: float | None = None,
+) -> Tensor:
+    """See `ts_kernels.sequence_logprobs`; `chunk_size` is accepted and does nothing."""
+    targets = shifted(labels, ignore_index) if shift else labels
+    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap)
+    sums = -losses.sum(dim=-1)
+    return sums / (targets != ignore_index).sum(dim=-1).clamp(min=1) if average else sums

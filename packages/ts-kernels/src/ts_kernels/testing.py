@@ -1,0 +1,54 @@
+"""What tests of kernels compare with; for this package and for packages that use it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def assert_rounding_tier(
+    actual: Tensor, same_dtype: Tensor, exact: Tensor, what: str = "result"
+) -> None:
+    """The error of `actual` is at most twice that of the same-dtype computation, plus 1e-6.
+
+    Args:
+        actual: what the kernel computed.
+        same_dtype: what plain PyTorch computes in the same dtype.
+        exact: the float64 result.
+        what: named in the message.
+
+    Raises:
+        AssertionError: another shape, a NaN, or a larger error (the largest over all elements;
+            1e-6 is relative to the largest exact value where that exceeds 1).
+    """
+    if not actual.shape == same_dtype.shape == exact.shape:
+        raise AssertionError(
+            f"{what}: shapes {tuple(actual.shape)}, {tuple(same_dtype.shape)} and "
+            f"{tuple(exact.shape)} differ"
+        )
+    if exact.numel() == 0:
+        return
+    error = (actual.double() - exact).abs().max()
+    allowed = 2 * (same_dtype.double() - exact).abs().max() + 1e-6 * exact.abs().max().clamp(min=1)
+    if not error <= allowed:  # also refuses NaN
+        raise AssertionError(f"{what}: error {error.item():.3e}, allowed {allowed.item():.3e}")
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns while active.
+
+    Attributes:
+        elements: number of elements of that tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported only when a kernel is about to run."""
