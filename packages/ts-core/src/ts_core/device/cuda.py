@@ -63,7 +63,7 @@ class CudaDevice(Device):
 
     def host_wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
-        _native.wait_event(event.cuda_event)
+        _native.wait_event(event.cuda_event, device=self.index)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import psutil
 import torch
 from torch import nn
 
@@ -18,10 +17,11 @@ from ts_core.engine.runner import BlockRunner
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import default_arena
+from ts_core.memory.ram import ram_available_bytes
 from ts_core.optim import OffloadAdamW, convert_optimizer
 from ts_core.registry import codecs
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
-from ts_core.store import ParamPager, build_image
+from ts_core.store import Leaf, ParamPager, build_image
 from ts_core.transfer import CopyEngine
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -59,6 +59,7 @@ def wrap(
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
     _check_blocks(model, blocks, config)
+    _check_pageable(block_leaves(model, blocks), config)
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
     if config.vram_limit_bytes is not None:
@@ -179,6 +180,20 @@ def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOpt
         )
 
 
+def _check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> None:
+    asked = config.param_offload
+    if asked in ("auto", False, 0) or asked == [] or asked == ():
+        return
+    named = asked if isinstance(asked, list | tuple) else range(len(leaves))
+    empty = [index for index in named if not leaves[index]]
+    if empty and (isinstance(asked, list | tuple) or len(empty) == len(leaves)):
+        raise NotAvailableError(
+            f"param_offload={asked!r} asks to page blocks {empty}, which hold no frozen matrix. "
+            f"Paging trained weights is not available in this version: freeze the base model "
+            f"and train adapters, or use param_offload=False."
+        )
+
+
 def _device_for(model: nn.Module, config: WrapOptions) -> Device:
     if config.device is not None:
         return resolve_device(config.device)
@@ -191,7 +206,7 @@ def _device_for(model: nn.Module, config: WrapOptions) -> Device:
 def _machine(device: Device) -> MachineProfile:
     return MachineProfile(
         device_bytes=device.usable_bytes(),
-        host_available=int(psutil.virtual_memory().available),
+        host_available=ram_available_bytes(),
         counts_fixed=device.separate_memory,
     )
 
