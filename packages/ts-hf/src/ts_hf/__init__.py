@@ -1,0 +1,54 @@
+"""trainstream for transformers: load quantized, wrap, train, save.
+
+Importing this imports neither torch's CUDA part nor transformers; each name is loaded on first
+use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.8.0"
+
+_HOMES = {
+    "load_model": "ts_hf.loading",
+    "LoadReport": "ts_hf.fill",
+    "find_decoder_layers": "ts_hf.families",
+    "wrap_hf": "ts_hf.wrapping",
+    "TrainStreamTrainer": "ts_hf.training.trainer",
+    "TrainStreamCallback": "ts_hf.training.memory_log",
+    "save_adapter": "ts_hf.adapters",
+    "demo_model_folder": "ts_hf.demo_model",
+}
+
+__all__ = [
+    "LoadReport",
+    "TrainStreamCallback",
+    "TrainStreamTrainer",
+    "demo_model_folder",
+    "find_decoder_layers",
+    "load_model",
+    "save_adapter",
+    "wrap_hf",
+]
+
+if TYPE_CHECKING:
+    from ts_hf.adapters import save_adapter as save_adapter
+    from ts_hf.demo_model import demo_model_folder as demo_model_folder
+    from ts_hf.families import find_decoder_layers as find_decoder_layers
+    from ts_hf.fill import LoadReport as LoadReport
+    from ts_hf.loading import load_model as load_model
+    from ts_hf.training.memory_log import TrainStreamCallback as TrainStreamCallback
+    from ts_hf.training.trainer import TrainStreamTrainer as TrainStreamTrainer
+    from ts_hf.wrapping import wrap_hf as wrap_hf
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ts_hf' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Checkpoint files: reading them tensor by tensor, writing folders all or nothing."""

@@ -1,0 +1,89 @@
+"""Write a folder all or nothing: aside first, then renamed into place.
+
+Names: the folder being written is `.partial-NAME-XXXX` beside the final `NAME`; a previous `NAME`
+is renamed to `.replaced-NAME` for the instant of the exchange. Neither begins with the prefix that
+any reader of checkpoints looks for, so a process killed at any point leaves either the old folder
+or the new one, and leftovers that `clean_leftovers` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL, REPLACED = ".partial-", ".replaced-"
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `target`; renames it to `target` when the block succeeds.
+
+    When the block raises, the folder is removed and `target` is untouched. An existing `target`
+    is replaced. File contents reach the disk before the rename (fsync).
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{target.name}-", dir=target.parent))
+    aside.chmod(0o777 & ~_umask())
+    try:
+        yield aside
+        for path in aside.rglob("*"):
+            _sync(path)
+        _sync(aside)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    replaced = target.parent / f"{REPLACED}{target.name}"
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(target, replaced)
+    os.replace(aside, target)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _sync(target.parent)
+
+
+def clean_leftovers(parent: Path) -> list[str]:
+    """Tidy up after a process that was killed while writing in `parent`.
+
+    A folder that was complete and only missed its second rename is put back; half-written ones are
+    removed. Call it only when no other process writes there.
+
+    Returns:
+        What was done, one sentence per folder.
+    """
+    done = []
+    if not parent.is_dir():
+        return done
+    for path in sorted(parent.iterdir()):
+        if path.name.startswith(REPLACED) and path.is_dir():
+            target = parent / path.name[len(REPLACED) :]
+            if target.exists():
+                shutil.rmtree(path)
+                done.append(f"removed {path.name}, already replaced by {target.name}")
+            else:
+                os.replace(path, target)
+                done.append(f"put {target.name} back")
+        elif path.name.startswith(PARTIAL) and path.is_dir():
+            shutil.rmtree(path)
+            done.append(f"removed the half-written {path.name}")
+    return done
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    if os.name != "posix":  # a folder cannot be opened there, and rename is the best there is
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

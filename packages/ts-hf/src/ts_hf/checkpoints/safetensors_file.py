@@ -1,0 +1,159 @@
+"""Read safetensors files one tensor at a time, with nothing mapped and nothing left open.
+
+A memory-mapped reader counts every page it touched as resident until the file is closed. Loading a
+model larger than free RAM needs the opposite: read exactly one tensor's bytes into memory that the
+caller owns. The header is checked against the file's size before any tensor is read, so a
+truncated file is refused up front, by name.
+
+Layout (https://huggingface.co/docs/safetensors): a little-endian u64 header length, a JSON header
+{name: {dtype, shape, data_offsets: [begin, end]}}, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ts_core.errors import DataError
+
+_MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor's bytes are: `size_bytes` bytes from `offset` on in `file`."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file, by name, checked against the file's size.
+
+    Raises:
+        DataError: the file is missing, truncated or not a safetensors file, or one of its entries
+            is inconsistent; the message names the file and, where there is one, the tensor.
+    """
+    try:
+        total = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            if len(prefix) < 8:
+                raise DataError(
+                    f"{file} has {total} bytes, too few for a safetensors file. "
+                    f"It is truncated: fetch it again."
+                )
+            (length,) = struct.unpack("<Q", prefix)
+            if length > min(total - 8, _MAX_HEADER_BYTES):
+                raise DataError(
+                    f"{file} announces a header of {length} bytes but has {total} bytes. "
+                    f"It is truncated or not a safetensors file: fetch it again."
+                )
+            raw = stream.read(length)
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist. Fetch the missing shard.") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}.") from error
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise DataError(
+            f"{file} does not have a JSON header ({error}). It is not a safetensors file, or it is "
+            f"damaged: fetch it again."
+        ) from error
+    if not isinstance(header, dict):
+        raise DataError(f"{file} has a header that is not a JSON object. Fetch it again.")
+    data_start, data_bytes = 8 + length, total - 8 - length
+    return {
+        name: _entry(file, name, fields, data_start, data_bytes)
+        for name, fields in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int) -> TensorEntry:
+    try:
+        code, shape = fields["dtype"], tuple(int(size) for size in fields["shape"])
+        begin, end = (int(offset) for offset in fields["data_offsets"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{file}: the header entry of tensor {name!r} is damaged ({fields!r})."
+        ) from error
+    if code not in DTYPES:
+        raise DataError(
+            f"{file}: tensor {name!r} has dtype {code!r}, which this version does not read "
+            f"(it reads {', '.join(DTYPES)})."
+        )
+    if end > data_bytes:
+        raise DataError(
+            f"{file} is truncated: tensor {name!r} ends at byte {end} of the data, but the file "
+            f"has only {data_bytes} bytes of data. Fetch the file again."
+        )
+    dtype = DTYPES[code]
+    count = 1
+    for size in shape:
+        count *= size
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != count * dtype.itemsize:
+        raise DataError(
+            f"{file}: tensor {name!r} of shape {list(shape)} and dtype {code} needs "
+            f"{count * dtype.itemsize} bytes, but its header entry gives {end - begin}. "
+            f"The file is damaged: fetch it again."
+        )
+    return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin)
+
+
+def read_tensor(entry: TensorEntry) -> Tensor:
+    """The tensor of `entry`, on the CPU, in memory of its own.
+
+    Raises:
+        DataError: the bytes cannot be read; names file and tensor.
+    """
+    data = torch.empty(entry.size_bytes, dtype=torch.uint8)
+    view = memoryview(data.numpy())
+    done = 0
+    try:
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset)
+            while done < entry.size_bytes:
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise DataError(
+                        f"{entry.file} ended after {done} of the {entry.size_bytes} bytes of "
+                        f"tensor {entry.name!r}. It changed or was truncated while being read."
+                    )
+                done += count
+    except OSError as error:
+        raise DataError(
+            f"{entry.file}: tensor {entry.name!r} cannot be read: {error}."
+        ) from error
+    if entry.size_bytes == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return data.view(entry.dtype).reshape(entry.shape)

@@ -1,0 +1,1 @@
+"""TrainStreamTrainer and its parts: options, loss, finite check, checkpoints, memory log."""

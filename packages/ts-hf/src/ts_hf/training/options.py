@@ -1,0 +1,112 @@
+"""What TrainStreamTrainer takes, and what it refuses, before anything is moved or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ts_core.errors import NotAvailableError, OptionError
+
+# Names of transformers' `optim` that mean AdamW with fp32 state, which OffloadAdamW is.
+ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
+_LOW_PRECISION_ADAMW = (
+    "adamw_torch_4bit",
+    "adamw_torch_8bit",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "adamw_anyprecision",
+)
+_FROM_ARGUMENTS = {
+    "max_grad_norm": "max_grad_norm",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "lr": "learning_rate",
+    "device": "use_cpu",
+}
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """The `trainstream` dict, checked: options of wrap() and those of the Trainer itself."""
+
+    wrap: dict[str, Any] = field(default_factory=dict)
+    chunked_loss: bool = True
+    loss_chunk_size: int = 1024
+
+    @staticmethod
+    def parse(given: dict[str, Any] | None) -> TrainerOptions:
+        """Split and check.
+
+        Raises:
+            OptionError: not a dict, a value that is not accepted, or an option that
+                TrainingArguments already has.
+            NotAvailableError: packing.
+        """
+        if given is not None and not isinstance(given, dict):
+            raise OptionError(
+                f"trainstream={given!r}: expected a dict of options, such as "
+                f"{{'param_offload': True}}."
+            )
+        rest = dict(given or {})
+        chunked = rest.pop("chunked_loss", True)
+        if not isinstance(chunked, bool):
+            raise OptionError(f"chunked_loss={chunked!r}: expected True or False.")
+        size = rest.pop("loss_chunk_size", 1024)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(f"loss_chunk_size={size!r}: expected an int of at least 1.")
+        packing = rest.pop("packing", False)
+        if packing is not False:
+            if packing is True or (isinstance(packing, int) and packing > 0):
+                raise NotAvailableError(
+                    f"packing={packing!r} is not available in this version. Leave it at False."
+                )
+            raise OptionError(f"packing={packing!r}: expected False, True or a row length.")
+        for name, argument in _FROM_ARGUMENTS.items():
+            if name in rest:
+                raise OptionError(
+                    f"trainstream={{{name!r}: ...}}: TrainStreamTrainer takes this from "
+                    f"TrainingArguments({argument}=...). Set it there."
+                )
+        return TrainerOptions(wrap=rest, chunked_loss=chunked, loss_chunk_size=size)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse TrainingArguments that ask for what this Trainer does not do.
+
+    Raises:
+        OptionError: fp16, an optimizer that is not AdamW.
+        NotAvailableError: what this version does not build yet.
+    """
+    if args.fp16:
+        raise OptionError(
+            "fp16=True scales the loss and reads gradients back, which streaming gradients rule "
+            "out. Use bf16=True, or neither for fp32."
+        )
+    name = getattr(args.optim, "value", args.optim)
+    if name in _LOW_PRECISION_ADAMW:
+        raise NotAvailableError(
+            f"optim={name!r}: low-precision moments are not available in this version. "
+            f"Use optim='adamw_torch'."
+        )
+    if name not in ADAMW_NAMES:
+        raise OptionError(
+            f"optim={name!r}: TrainStreamTrainer trains with AdamW. "
+            f"Use one of {', '.join(ADAMW_NAMES)}."
+        )
+    if args.deepspeed or args.fsdp:
+        raise OptionError(
+            "deepspeed and fsdp place the weights themselves and cannot be combined with "
+            "TrainStreamTrainer. Drop them, or use transformers.Trainer."
+        )
+    not_built = {
+        "torch_compile=True": args.torch_compile,
+        "auto_find_batch_size=True": args.auto_find_batch_size,
+        "bf16_full_eval=True": args.bf16_full_eval,
+        "fp16_full_eval=True": args.fp16_full_eval,
+        "more than one process": args.world_size > 1,
+    }
+    for what, asked in not_built.items():
+        if asked:
+            raise NotAvailableError(
+                f"{what} is not available in this version of TrainStreamTrainer. Leave it off."
+            )

@@ -1,0 +1,247 @@
+"""TrainStreamTrainer: transformers.Trainer on a wrapped model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ts_core.errors import OptionError, StateError
+from ts_hf.training.checkpointing import CheckpointMixin
+from ts_hf.training.finite import FiniteGuard, check_gradient_norm
+from ts_hf.training.loss import ChunkedLoss
+from ts_hf.training.memory_log import memory_numbers
+from ts_hf.training.options import TrainerOptions, check_arguments
+from ts_hf.wrapping import wrap_hf
+
+logger = logging.getLogger("trainstream.hf")
+
+_SESSION = "_trainstream_session"
+
+
+class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
+    """transformers.Trainer whose model streams.
+
+    Everything transformers.Trainer does with schedules, data, accumulation, logging, evaluation,
+    checkpoints and callbacks works as there. The model is wrapped when training or evaluation
+    first needs it; from then on `trainer.optimizer` updates on the host. Gradients are clipped to
+    `args.max_grad_norm` inside the optimizer, by the exact global norm, which is logged. Logs gain
+    ts_vram_alloc_gb, ts_vram_peak_gb, ts_pinned_gb, ts_host_state_gb, ts_d2h_gb, ts_h2d_gb.
+
+    Args:
+        *args: as for transformers.Trainer.
+        trainstream: a dict with any option of `ts_core.wrap` (but those that TrainingArguments
+            has), and `chunked_loss` (True: never build the logits where the model's own loss
+            allows), `loss_chunk_size` (1024 rows), `packing` (False; not available yet).
+        **kwargs: as for transformers.Trainer.
+
+    Raises:
+        OptionError: an option or argument that is not accepted; no trainable parameter.
+        NotAvailableError: one that is not built in this version.
+        StateError: the model is already wrapped.
+    """
+
+    def __init__(self, *args: Any, trainstream: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._options = TrainerOptions.parse(trainstream)
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if isinstance(arguments, TrainingArguments):
+            check_arguments(arguments)
+            _one_device(arguments)
+        given = kwargs.get("model", args[0] if args else None)
+        if given is not None and hasattr(given, _SESSION):
+            raise StateError(
+                "the model is already wrapped. Give TrainStreamTrainer the model as it was "
+                "before (ts_core.unwrap brings it back); it wraps it itself."
+            )
+        self._streaming: Any = None  # the OffloadAdamW, once the model is wrapped
+        self._prediction_loss_only = False
+        self._unfinished = 0  # micro-batches since the last optimizer step
+        self._chunked = ChunkedLoss(self._options.loss_chunk_size, self.say)
+        self._finite = FiniteGuard()
+        self._early_events: list[str] = []
+        super().__init__(*args, **kwargs)
+        if arguments is None:
+            check_arguments(self.args)
+            _one_device(self.args)
+        # The pager places the weights; accelerate is not to move the model, nor the optimizer.
+        self.accelerator.device_placement = False
+        self.add_callback(_StepChecks(self))
+
+    # -- wrapping --------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Record a decision among the session's events, and log it."""
+        logger.info("%s", text)
+        session = getattr(getattr(self, "model", None), _SESSION, None)
+        if session is not None:
+            session.log(text)
+        else:
+            self._early_events.append(text)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: wrapping moves what is to be on the device."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Wrap the model, with AdamW over transformers' two param groups unless one was given."""
+        self._ensure_wrapped()
+        return self.optimizer
+
+    def _ensure_wrapped(self) -> None:
+        if hasattr(self.model, _SESSION):
+            return
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise OptionError(
+                "the model has no parameter that requires a gradient, so there is nothing to "
+                "train. Add adapters (peft.get_peft_model) or unfreeze parameters first."
+            )
+        given = getattr(self.optimizer, "optimizer", self.optimizer)
+        clip = self.args.max_grad_norm
+        _, self._streaming = wrap_hf(
+            self.model,
+            given if given is not None else self._make_adamw(),
+            max_grad_norm=float(clip) if clip and clip > 0 else None,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            device=self.args.device,
+            **self._options.wrap,
+        )
+        self.optimizer = self._streaming
+        if self.lr_scheduler is not None and not self._created_lr_scheduler:
+            self.lr_scheduler.optimizer = self._streaming
+        for line in self._early_events:
+            getattr(self.model, _SESSION).log(line)
+        self._early_events.clear()
+
+    def _make_adamw(self) -> torch.optim.Optimizer:
+        decayed = set(self.get_decay_parameter_names(self.model))
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [p for n, p in named if n in decayed],
+                "weight_decay": self.args.weight_decay,
+            },
+            {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            groups,
+            lr=self.args.learning_rate,
+            betas=(self.args.adam_beta1, self.args.adam_beta2),
+            eps=self.args.adam_epsilon,
+        )
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        """Neither DataParallel nor DistributedDataParallel: the model itself, wrapped.
+
+        A model with nothing to train can still be evaluated, unwrapped.
+        """
+        if not training and any(parameter.requires_grad for parameter in model.parameters()):
+            self._ensure_wrapped()
+        elif not training:
+            model.to(self.args.device)
+        return model
+
+    # -- a step ----------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """As transformers.Trainer's; tells the optimizer how many backward passes the step has."""
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if samples and self._streaming is not None:
+            passes = self._unfinished + len(samples)
+            if len(samples) < num_batches:
+                # The data ended within the window: transformers takes no step for it, and adds its
+                # gradients to the next window.
+                passes += self.args.gradient_accumulation_steps
+            self._streaming.accumulation_steps = passes
+        return samples, num_items
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """As transformers.Trainer's."""
+        loss: Tensor = super().training_step(model, *args, **kwargs)
+        self._unfinished += 1
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of one micro-batch, without the logits where that is possible.
+
+        Raises:
+            NonFiniteError: in training, when it is NaN or infinite.
+        """
+        if torch.is_tensor(num_items_in_batch):
+            # With every label of a window masked, 0 / 1 rather than 0 / 0.
+            num_items_in_batch = num_items_in_batch.clamp(min=1)
+        if self._may_chunk(model, inputs, return_outputs):
+            num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+            loss, outputs = self._chunked(model, inputs, num_items, self.accelerator.autocast)
+        else:
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
+        if model.training:
+            self._finite.watch(loss, self.state.global_step + 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def _may_chunk(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> bool:
+        wanted = self._options.chunked_loss and (not return_outputs or self._prediction_loss_only)
+        own = self.compute_loss_func is not None or self.label_smoother is not None
+        return wanted and not own and self._chunked.applies(model, inputs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """As transformers.Trainer's; without logits when only the loss is asked for."""
+        self._prediction_loss_only = bool(prediction_loss_only)
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._prediction_loss_only = False
+
+    # -- clipping, logging, saving -----------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Nothing: the optimizer clips in its step, by the exact norm."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Nothing yet: the norm is known after the optimizer's step."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        norm = None if self._streaming is None else self._streaming.last_grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As transformers.Trainer's, with the memory numbers."""
+        super().log({**logs, **memory_numbers(self.model)}, *args, **kwargs)
+
+    def before_save(self) -> None:
+        """Make what is about to be saved final: no loss unchecked, no update in flight."""
+        self._finite.settle()
+        if self._streaming is not None:
+            self._streaming.synchronize()
+
+    def after_optimizer_step(self) -> None:
+        """Called once per optimizer step."""
+        self._unfinished = 0
+        check_gradient_norm(self._streaming.last_grad_norm, self.state.global_step + 1)
+
+
+class _StepChecks(TrainerCallback):  # type: ignore[misc]
+    """Tells the trainer that the optimizer has stepped."""
+
+    def __init__(self, trainer: TrainStreamTrainer) -> None:
+        self._trainer = trainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.after_optimizer_step()
+
+
+def _one_device(args: TrainingArguments) -> None:
+    """Keep transformers from splitting batches over every visible GPU (DataParallel)."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
