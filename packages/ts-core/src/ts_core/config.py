@@ -254,7 +254,8 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "verbose": _FLAG,
 }
 
-_OFF = _one_of("auto", False, None, 0)
+_OFF = _one_of("auto", False, None)
+_ZERO = _one_of(0, False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer_mode": (_one_of("cpu"), "'cpu'"),
     "activation_offload": (
@@ -266,11 +267,11 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
         "'auto' or False; the model's own gradient checkpointing works",
     ),
     "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
-    "outliers": (_OFF, "0"),
+    "outliers": (_ZERO, "0"),
     "nvfp4_backward": (_one_of(False), "False"),
     "kernels": (_OFF, "'auto' or False"),
     "fused_lora": (_OFF, "'auto' or False"),
-    "keep_precise": (_OFF, "0"),
+    "keep_precise": (_ZERO, "0"),
     "error_rank": (_one_of(0), "0"),
     "error_iters": (_one_of(1), "1"),
     "double_quant": (_one_of(False), "False"),

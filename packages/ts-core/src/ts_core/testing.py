@@ -145,7 +145,7 @@ def train(
             context: Any = torch.autocast(kind, dtype=autocast or torch.bfloat16)
             with context if autocast is not None else torch.enable_grad():
                 loss = call(model, tokens) if call is not None else model(tokens)
-            (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+            (loss / accumulation).backward()
             record.losses.append(loss.detach().clone())
         record.gradients.append(dict(current))
         current.clear()

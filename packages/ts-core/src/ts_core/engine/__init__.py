@@ -6,7 +6,7 @@ from ts_core.engine.blocks import find_blocks
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.report import memory_report
 from ts_core.engine.session import TrainStreamSession
-from ts_core.engine.wrap import unwrap, wrap
+from ts_core.engine.wrapping import unwrap, wrap
 
 __all__ = [
     "TrainStreamSession",

@@ -206,7 +206,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for param in params:
             if param.requires_grad:
                 self._handles.append(
-                    param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[arg-type]
+                    param.register_post_accumulate_grad_hook(self._on_gradient)
                 )
         mark_streamed(params)
 
@@ -287,7 +287,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     # -- step ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the update of this step's gradients.
 
         Returns when the new values are in host memory and their copies to the device are queued;

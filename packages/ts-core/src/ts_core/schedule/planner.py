@@ -6,10 +6,9 @@ from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOption
 
 
 def spread(count: int, total: int) -> tuple[int, ...]:
-    """`count` of `total` indices, spread evenly, the last ones of each stretch."""
-    if count <= 0:
-        return ()
-    return tuple(sorted({(2 * k + 1) * total // (2 * count) for k in range(min(count, total))}))
+    """`count` of `total` indices (all when `count` is more), one in the middle of each stretch."""
+    count = min(count, total)
+    return tuple((2 * k + 1) * total // (2 * count) for k in range(count))
 
 
 def make_plan(

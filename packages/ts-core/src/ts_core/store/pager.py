@@ -118,9 +118,9 @@ class ParamPager:
             self,
             image,
             tensor.dtype,
-            tensor.storage_offset() - start,
+            int(tensor.storage_offset()) - start,
             tensor.shape,
-            tuple(tensor.stride()),
+            tuple(int(step) for step in tensor.stride()),
         )
 
     def release_all(self) -> None:

@@ -1,0 +1,101 @@
+"""The planner by table: it needs no model and no machine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan, spread
+
+MIB = 1 << 20
+
+
+def machine(mib: int | None, **options: Any) -> MachineProfile:
+    return MachineProfile(None if mib is None else mib * MIB, **options)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "paged"),
+    [(None, 0), (1000, 0), (889, 0), (777, 4), (444, 8), (223, 10)],
+)
+def test_as_many_blocks_stay_as_fit(limit_mib: int | None, paged: int) -> None:
+    model = ModelProfile(pageable=(80 * MIB,) * 10)
+    plan = make_plan(model, machine(limit_mib, counts_fixed=False))
+    assert plan.fits
+    assert len(plan.paged) == paged
+
+
+def test_fixed_gradients_and_activations_count_on_a_gpu() -> None:
+    model = ModelProfile(pageable=(100 * MIB,) * 8, fixed_device=200 * MIB, trained=50 * MIB)
+    plan = make_plan(model, machine(2000))
+    assert plan.predicted["total"] == (800 + 200 + 50 + 600) * MIB
+    assert plan.paged == () and plan.fits
+    tight = make_plan(model, machine(1200))
+    assert tight.fits and len(tight.paged) == 6
+    assert tight.predicted["total"] <= tight.predicted["budget"]
+
+
+def test_refusal_names_budget_shortfall_and_remedies() -> None:
+    model = ModelProfile(pageable=(100 * MIB,) * 4)
+    plan = make_plan(model, machine(100, counts_fixed=False))
+    assert not plan.fits
+    assert plan.shortfall == 200 * MIB - 90 * MIB
+    text = " ".join(plan.reasons)
+    for words in ("90.00 MiB", "110.00 MiB", "vram_limit", "quantize"):
+        assert words in text
+
+
+def test_host_memory_is_a_budget_too() -> None:
+    model = ModelProfile(pageable=(), host_state=10 * MIB)
+    plan = make_plan(model, machine(None, host_available=4 * MIB))
+    assert not plan.fits and plan.shortfall == 6 * MIB
+    assert "host memory" in plan.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "paged"),
+    [
+        (True, (0, 1, 3)),
+        (False, ()),
+        (0.0, ()),
+        (1.0, (0, 1, 3)),
+        (0.34, (0, 3)),
+        ((3, 2, 3), (3,)),
+    ],
+)
+def test_what_is_asked_is_done_with_the_blocks_that_can_be_paged(
+    asked: Any, paged: tuple[int, ...]
+) -> None:
+    model = ModelProfile(pageable=(MIB, MIB, 0, MIB))
+    plan = make_plan(model, machine(None), PlanOptions(param_offload=asked))
+    assert plan.paged == paged
+
+
+@given(st.integers(0, 60), st.integers(1, 60))
+def test_spread_is_even(count: int, total: int) -> None:
+    chosen = spread(count, total)
+    assert len(chosen) == min(count, total)
+    assert all(0 <= index < total for index in chosen)
+    gaps = [b - a for a, b in itertools.pairwise(chosen)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(
+    st.lists(st.integers(0, 100 * MIB), max_size=20),
+    st.integers(1, 2000),
+    st.integers(0, 500 * MIB),
+    st.booleans(),
+)
+def test_a_plan_that_fits_is_within_its_budget(
+    sizes: list[int], limit_mib: int, fixed: int, counts: bool
+) -> None:
+    model = ModelProfile(pageable=tuple(sizes), fixed_device=fixed)
+    plan = make_plan(model, machine(limit_mib, counts_fixed=counts))
+    assert plan.fits == (plan.predicted["total"] <= plan.predicted["budget"])
+    assert (plan.shortfall == 0) == plan.fits
+    if plan.paged:
+        assert plan.slot_bytes == max(sizes[index] for index in plan.paged)

@@ -1,0 +1,83 @@
+"""Copies: order by events, accounting, the in-flight limit, errors that reach the caller."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ts_core.device import HostDevice
+from ts_core.device.host import HostStream
+from ts_core.errors import OutOfBudgetError
+from ts_core.testing import inject_delays
+from ts_core.transfer import CopyEngine, SlotRing
+
+
+def test_copies_are_ordered_behind_events_and_counted() -> None:
+    device = HostDevice()
+    engine = CopyEngine(device)
+    source, middle, target = (torch.full((1000,), k, dtype=torch.float32) for k in range(3))
+    with inject_delays(1, share=1.0):
+        there = engine.h2d(middle, source)
+        back = engine.d2h(target, middle, after=there)
+        engine.wait_compute(back)
+    assert torch.equal(target, source)
+    stats = engine.stats()
+    assert (stats["h2d"].bytes, stats["d2h"].copies) == (4000, 1)
+
+
+def test_bytes_in_flight_are_bounded() -> None:
+    device = HostDevice()
+    engine = CopyEngine(device, max_inflight_bytes=1000)
+    gate = threading.Event()
+    lane = engine._lanes["h2d"].stream
+    assert isinstance(lane, HostStream)
+    lane.submit(lambda: gate.wait() and None)
+    engine.h2d(torch.empty(900, dtype=torch.uint8), torch.zeros(900, dtype=torch.uint8))
+    timer = threading.Timer(0.2, gate.set)
+    timer.start()
+    started = time.monotonic()
+    engine.h2d(torch.empty(900, dtype=torch.uint8), torch.zeros(900, dtype=torch.uint8))
+    assert time.monotonic() - started > 0.1
+    assert engine.stats()["h2d"].limit_waits == 1
+    engine.synchronize()
+    engine.h2d(torch.empty(5000, dtype=torch.uint8), torch.zeros(5000, dtype=torch.uint8))
+    engine.synchronize()
+
+
+def test_an_error_on_a_stream_reaches_whoever_waits() -> None:
+    stream = HostStream("test")
+
+    def fail() -> None:
+        raise ValueError("lost the disk")
+
+    stream.submit(fail)
+    with pytest.raises(ValueError, match="lost the disk"):
+        stream.record().synchronize()
+
+
+def test_slots_keep_their_addresses_and_are_accounted() -> None:
+    device = HostDevice()
+    device.set_limit(3000)
+    ring = SlotRing(device, 1024, 2)
+    assert device.pool.used == 2048
+    addresses = [slot.buffer.data_ptr() for slot in ring.slots]
+    assert all(address % 256 == 0 for address in addresses)
+    view = ring.slots[1].buffer[256:512].view(torch.float32)
+    assert ring.slot_of(view) is ring.slots[1]
+    assert ring.slot_of(torch.empty(3)) is None
+    with pytest.raises(OutOfBudgetError):
+        SlotRing(device, 1024, 1)
+    ring.close()
+    assert device.pool.used == 0
+    SlotRing(device, 1024, 1)
+
+
+def test_idle_streams_take_no_cpu() -> None:
+    streams = [HostStream(f"idle {k}") for k in range(4)]
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    assert len(streams) == 4
