@@ -12,7 +12,7 @@
 namespace ts {
 namespace {
 
-constexpr std::size_t kChunkElements = 1 << 15;
+constexpr std::size_t kChunkElements = 1 << 16;
 
 void require(bool holds, const char* name, double value, const char* expected) {
   if (holds) return;
@@ -34,7 +34,7 @@ AdamWScalars scalars(const AdamWOptions& options) {
   s.lerp_from_start = weight < 0.5;
   s.beta2 = static_cast<float>(options.beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
-  s.bias_correction2_sqrt = static_cast<float>(std::sqrt(correction2));
+  s.inverse_correction = static_cast<float>(1.0 / std::sqrt(correction2));
   s.eps = static_cast<float>(options.eps);
   s.step_size = static_cast<float>(options.lr / correction1);
   return s;

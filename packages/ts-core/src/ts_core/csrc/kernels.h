@@ -22,7 +22,7 @@ struct AdamWScalars {
   bool lerp_from_start;   // lerp_weight < 0.5: m + w (g - m); else g - (g - m)(1 - w)
   float beta2;
   float one_minus_beta2;
-  float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  float inverse_correction;  // 1 / sqrt(1 - beta2^step)
   float eps;
   float step_size;        // lr / (1 - beta1^step)
 };

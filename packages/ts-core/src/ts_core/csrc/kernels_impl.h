@@ -41,6 +41,8 @@ inline void store(typename Element<kDType>::Type* to, typename V::Register value
 // Regularization" (arXiv:1711.05101), in the order of operations of torch.optim.AdamW:
 //   p <- p (1 - lr wd);  m <- lerp(m, g, 1 - beta1);  v <- beta2 v + (1 - beta2) g g
 //   p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+// where dividing by sqrt(1 - beta2^t) is multiplying by its inverse: the divider, not memory, would
+// otherwise set the pace of few cores.
 template <typename V, int kParam, int kGrad, bool kMaster, bool kFromStart>
 inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
                    const typename Element<kGrad>::Type* grad, float* exp_avg, float* exp_avg_sq,
@@ -57,7 +59,7 @@ inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
   }
   v = V::add(V::mul(v, V::set1(s.beta2)), V::mul(V::mul(V::set1(s.one_minus_beta2), g), g));
   const auto denominator =
-      V::add(V::div(V::sqrt(v), V::set1(s.bias_correction2_sqrt)), V::set1(s.eps));
+      V::add(V::mul(V::sqrt(v), V::set1(s.inverse_correction)), V::set1(s.eps));
   p = V::sub(p, V::div(V::mul(V::set1(s.step_size), m), denominator));
   V::store32(exp_avg, m);
   V::store32(exp_avg_sq, v);

@@ -232,7 +232,7 @@ class PinnedArena:
     @staticmethod
     def _cuda_in_use() -> bool:
         # Never the first to initialize CUDA: a process that only uses the host must not.
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        return bool(torch.cuda.is_initialized())
 
 
 _default: PinnedArena | None = None
