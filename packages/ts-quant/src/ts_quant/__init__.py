@@ -1,0 +1,38 @@
+"""Frozen 4- and 8-bit weights for PyTorch.
+
+    q = ts_quant.quantize(weight, "nf4")          # a QuantTensor: codes and scales
+    linear.weight = torch.nn.Parameter(q, requires_grad=False)
+    ts_quant.error(weight, "nf4").relative        # what the format loses on this weight
+
+Importing this package imports torch and nothing else: no Triton, no CUDA context.
+"""
+
+from ts_quant import aten as _aten  # noqa: F401  (registers the operations of QuantTensor)
+from ts_quant.api import quantize
+from ts_quant.codecs import int8 as _int8  # noqa: F401  (registers the codec)
+from ts_quant.codecs import nf4 as _nf4  # noqa: F401  (registers the codec)
+from ts_quant.errors import (
+    FrozenWeightError,
+    KernelError,
+    NonFiniteWeightError,
+    NotAvailableError,
+    OptionError,
+    QuantError,
+)
+from ts_quant.measure import ErrorStats, error
+from ts_quant.tensor import QuantTensor
+
+__version__ = "0.8.0"
+
+__all__ = [
+    "ErrorStats",
+    "FrozenWeightError",
+    "KernelError",
+    "NonFiniteWeightError",
+    "NotAvailableError",
+    "OptionError",
+    "QuantError",
+    "QuantTensor",
+    "error",
+    "quantize",
+]

@@ -1,0 +1,1 @@
+"""The storage formats, one module each; `base` says what a codec is."""

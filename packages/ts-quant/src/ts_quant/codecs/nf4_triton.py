@@ -1,0 +1,190 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""NF4 decode in Triton.
+
+    value = fp32(code[q]) * absmax, rounded once to the output dtype
+
+Two kernels. `_decode_words` takes whole 32-bit words of eight codes: a program reads a run of
+words (16 bytes a thread), loads each block's absmax once, and stores eight values (16 bytes in
+bf16) a thread side by side. It needs a power-of-two block size of at least 8, eight divides n, and
+4-byte aligned codes. `_decode_values` takes everything else, one value at a time.
+
+How a code becomes a value is a compile-time choice (`LOOKUP`):
+    "select"  a tree of 15 selects in registers
+    "gather"  tl.gather from a 16-value tensor, built in registers and kept in shared memory
+    "load"    a read of a 64-byte table through the L1 cache
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ts_quant.codecs.launch import is_power_of_two, on_device_of
+from ts_quant.codecs.nf4 import CODEBOOK
+
+LOOKUPS = {"select": 0, "gather": 1, "load": 2}
+_SELECT = tl.constexpr(0)
+_GATHER = tl.constexpr(1)
+
+_VALUES_PER_WORD = 8
+_TAIL_VALUES = 1024
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Compile-time choices of `_decode_words`; `benchmarks/decode.py` compares them.
+
+    Attributes:
+        lookup: a key of `LOOKUPS`.
+        words: 32-bit words (eight values each) per program, a power of two.
+        num_warps: warps per program.
+    """
+
+    lookup: str = "gather"
+    words: int = 512
+    num_warps: int = 4
+
+
+DEFAULT_CONFIG = DecodeConfig()
+
+
+@triton.jit
+def _select(code):
+    """The codebook as selects on the code's bits; values are those of `nf4.CODEBOOK`."""
+    b0 = (code & 1) != 0
+    b1 = (code & 2) != 0
+    b2 = (code & 4) != 0
+    b3 = (code & 8) != 0
+    v0 = tl.where(b0, -0.6961928009986877, -1.0)
+    v1 = tl.where(b0, -0.39491748809814453, -0.5250730514526367)
+    v2 = tl.where(b0, -0.18477343022823334, -0.28444138169288635)
+    v3 = tl.where(b0, 0.0, -0.09105003625154495)
+    v4 = tl.where(b0, 0.16093020141124725, 0.07958029955625534)
+    v5 = tl.where(b0, 0.33791524171829224, 0.24611230194568634)
+    v6 = tl.where(b0, 0.5626170039176941, 0.44070982933044434)
+    v7 = tl.where(b0, 1.0, 0.7229568362236023)
+    negative = tl.where(b2, tl.where(b1, v3, v2), tl.where(b1, v1, v0))
+    positive = tl.where(b2, tl.where(b1, v7, v6), tl.where(b1, v5, v4))
+    return tl.where(b3, positive, negative)
+
+
+@triton.jit
+def _decode_words(
+    words_ptr,  # int32 [n / 8]: byte k holds values 2k (high nibble) and 2k + 1 of the eight
+    absmax_ptr,  # fp32 [ceil(n / BLOCK)]
+    table_ptr,  # fp32 [16]; read only by LOOKUP "load"
+    out_ptr,  # [n], the output dtype
+    n_words,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # quantization blocks per program
+    LOOKUP: tl.constexpr,
+):
+    WORDS: tl.constexpr = BLOCK // 8
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    first_word = first_block * WORDS
+    word_index = tl.arange(0, BLOCKS * WORDS)
+    left = n_words - first_word  # words from this program's first one to the end
+    word = tl.load(words_ptr + first_word + word_index, mask=word_index < left, other=0)
+    block_index = tl.arange(0, BLOCKS)
+    absmax = tl.load(
+        absmax_ptr + first_block + block_index, mask=block_index * WORDS < left, other=0.0
+    )
+
+    # [BLOCKS, WORDS, 8]: value j of a word sits at bit 4 * (j ^ 1), the high nibble first.
+    position = tl.arange(0, 8)[None, None, :]
+    code = (tl.reshape(word, [BLOCKS, WORDS])[:, :, None] >> ((position ^ 1) * 4)) & 15
+    if LOOKUP == _SELECT:
+        value = _select(code)
+    elif LOOKUP == _GATHER:
+        table = _select(tl.arange(0, 16))
+        flat = tl.gather(table, tl.reshape(code, [BLOCKS * WORDS * 8]), 0)
+        value = tl.reshape(flat, [BLOCKS, WORDS, 8])
+    else:
+        value = tl.load(table_ptr + code)
+    value = value * absmax[:, None, None]
+
+    word_offset = tl.arange(0, BLOCKS)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
+    tl.store(
+        out_ptr + first_word * 8 + (word_offset * 8 + position),
+        value.to(out_ptr.dtype.element_ty),
+        mask=word_offset < left,
+    )
+
+
+@triton.jit
+def _decode_values(
+    codes_ptr,  # uint8 [ceil(n / 2)]
+    absmax_ptr,  # fp32 [ceil(n / BLOCK)]
+    out_ptr,  # [n], the output dtype
+    n,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,  # values per program
+):
+    index = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+    live = index < n
+    byte = tl.load(codes_ptr + index // 2, mask=live, other=0).to(tl.int32)
+    code = tl.where(index % 2 == 0, byte >> 4, byte & 15)
+    absmax = tl.load(absmax_ptr + index // BLOCK, mask=live, other=0.0)
+    value = _select(code) * absmax
+    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(CODEBOOK, dtype=torch.float32, device=device)
+
+
+def takes_words(codes: Tensor, n_values: int, block_size: int) -> bool:
+    """Whether `_decode_words` applies: eight codes at a time, never across two blocks."""
+    return (
+        n_values % _VALUES_PER_WORD == 0
+        and block_size >= _VALUES_PER_WORD
+        and is_power_of_two(block_size)
+        and codes.data_ptr() % 4 == 0
+        and codes.storage_offset() % 4 == 0
+    )
+
+
+def decode_out(
+    codes: Tensor,
+    absmax: Tensor,
+    block_size: int,
+    out: Tensor,
+    config: DecodeConfig = DEFAULT_CONFIG,
+) -> None:
+    """Decode into `out` on the current stream, allocating nothing.
+
+    Args:
+        codes: uint8 [ceil(n / 2), 1], contiguous.
+        absmax: fp32 [ceil(n / block_size)], contiguous.
+        block_size: even, at least 2.
+        out: contiguous, n elements, bf16, fp16 or fp32.
+        config: compile-time choices of the fast kernel.
+    """
+    n = out.numel()
+    if n == 0:
+        return
+    with on_device_of(out):
+        if not takes_words(codes, n, block_size):
+            grid = (triton.cdiv(n, _TAIL_VALUES),)
+            _decode_values[grid](codes, absmax, out, n, BLOCK=block_size, VALUES=_TAIL_VALUES)
+            return
+        blocks = max(config.words * _VALUES_PER_WORD // block_size, 1)
+        n_words = n // _VALUES_PER_WORD
+        table = _table(out.device) if config.lookup == "load" else absmax
+        _decode_words[(triton.cdiv(n_words, blocks * (block_size // _VALUES_PER_WORD)),)](
+            codes.view(-1).view(torch.int32),
+            absmax,
+            table,
+            out,
+            n_words,
+            BLOCK=block_size,
+            BLOCKS=blocks,
+            LOOKUP=LOOKUPS[config.lookup],
+            num_warps=config.num_warps,
+        )

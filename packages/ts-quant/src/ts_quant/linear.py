@@ -1,0 +1,175 @@
+"""F.linear with a frozen, encoded weight.
+
+    y = x @ W.T + bias          grad_x = grad_y @ W          grad_bias = sum of grad_y
+
+W is decoded for the forward product and again for the backward one; neither copy outlives its
+product and x is not saved (a frozen weight needs no gradient). The autograd node keeps the weight
+object, not its buffers, so the buffers may be replaced between forward and backward.
+
+Products, layouts and reductions are those PyTorch uses for an ordinary frozen weight, so results
+and gradients equal its results and gradients on the decoded weight bit for bit. (Exception: an
+input of three or more dimensions with no bias whose leading dimensions cannot be flattened; torch
+then runs a batched product and this module a flat one.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class EncodedWeight(Protocol):
+    """What `frozen_linear` needs of a weight: a QuantTensor, or anything that decodes."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def buffers(self) -> tuple[Tensor, ...]: ...
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor: ...
+
+
+def frozen_linear(x: Tensor, weight: EncodedWeight, bias: Tensor | None = None) -> Tensor:
+    """y = x @ W.T + bias, differentiable in x and bias.
+
+    Under autocast x, bias and the decoded weight take the autocast dtype, as in torch's linear.
+
+    Args:
+        x: [..., in_features], on the device of the weight's buffers.
+        weight: encoded [out_features, in_features].
+        bias: [out_features] or None.
+
+    Returns:
+        [..., out_features], in the compute dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that torch's linear refuses on the decoded weight.
+    """
+    dtype = weight.dtype
+    target = _autocast_dtype(x.device.type)
+    if target is not None:
+        x = _autocast(x, target)
+        bias = None if bias is None else _autocast(bias, target)
+        dtype = _autocast_of(dtype, target)
+    needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
+    if needs_grad and torch.is_grad_enabled():
+        y: Tensor = _FrozenLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+        return y
+    return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: EncodedWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.weight = weight
+        ctx.dtype = dtype
+        ctx.version = _version(weight)
+        # Which product PyTorch's backward would run depends on x's layout, not on its values.
+        ctx.transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
+        ctx.flat_bias = x.dim() <= 2 or (x.dim() == 3 and x.is_contiguous())
+        ctx.bias_shape = None if bias is None else bias.shape
+        return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_changed(ctx)
+        with torch.no_grad():
+            grad_x = grad_bias = None
+            grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
+            if ctx.needs_input_grad[0]:
+                w = _decode_again(ctx.weight, ctx.dtype)
+                flat = w.t().mm(grad_2d.t()).t() if ctx.transposed else grad_2d.mm(w)
+                grad_x = flat.view(*grad_y.shape[:-1], w.shape[1])
+                del w
+            if ctx.needs_input_grad[2]:
+                grad_bias = (grad_2d if ctx.flat_bias else grad_y).sum_to_size(ctx.bias_shape)
+        if torch.is_grad_enabled() and grad_y.requires_grad:
+            grad_x = None if grad_x is None else _refuse_second(grad_x, grad_y)
+            grad_bias = None if grad_bias is None else _refuse_second(grad_bias, grad_y)
+        return grad_x, None, grad_bias, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes a gradient on; its own backward is the error."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, grad_y: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "the linear layer of a quantized weight has no second derivative (create_graph=True "
+            "was used through it); differentiate it once, or dequantize the weight first"
+        )
+
+
+def _refuse_second(grad: Tensor, grad_y: Tensor) -> Tensor:
+    refused: Tensor = _NoSecondDerivative.apply(grad, grad_y)  # type: ignore[no-untyped-call]
+    return refused
+
+
+def _decode(weight: EncodedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, rounded as if its full-precision self had been cast to it."""
+    direct = _direct_dtype(weight, dtype)
+    dense = weight.dequantize(direct)
+    return dense if direct is dtype else dense.to(dtype)
+
+
+def _decode_again(weight: EncodedWeight, dtype: torch.dtype) -> Tensor:
+    """The same values for backward, by way of the out-variant.
+
+    The two calls being different operations, torch.compile cannot merge them into one decode
+    whose full-precision result it would save from forward to backward.
+    """
+    direct = _direct_dtype(weight, dtype)
+    out = torch.empty(weight.shape, dtype=direct, device=weight.buffers()[0].device)
+    dense = weight.dequantize(out=out)
+    return dense if direct is dtype else dense.to(dtype)
+
+
+def _direct_dtype(weight: EncodedWeight, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to decode to on the way to `dtype`: never skip a rounding of the weight's own."""
+    exact = weight.dtype in (torch.float32, torch.float64)
+    return dtype if exact else weight.dtype
+
+
+def _version(weight: EncodedWeight) -> int | None:
+    """Counts in-place changes of the weight; not tracked by torch.compile or in inference mode."""
+    if torch.compiler.is_compiling() or not isinstance(weight, Tensor) or weight.is_inference():
+        return None
+    return weight._version
+
+
+def _refuse_changed(ctx: Any) -> None:
+    if ctx.version is not None and _version(ctx.weight) not in (None, ctx.version):
+        raise RuntimeError(
+            "a quantized weight was modified in place (copy_ or load_state_dict) between forward "
+            "and backward, so its gradient would be that of other values; load weights only "
+            "outside a forward/backward pair"
+        )
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype autocast is set to for this device type, or None when it is off."""
+    if not torch.amp.is_autocast_available(device_type):
+        return None
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _autocast_of(dtype: torch.dtype, target: torch.dtype) -> torch.dtype:
+    """What autocast makes of a floating dtype: float64 is left alone."""
+    return dtype if dtype is torch.float64 or not dtype.is_floating_point else target
+
+
+def _autocast(tensor: Tensor, target: torch.dtype) -> Tensor:
+    return tensor.to(_autocast_of(tensor.dtype, target))

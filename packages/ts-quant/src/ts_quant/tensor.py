@@ -1,0 +1,287 @@
+"""QuantTensor: a frozen weight that looks like its full-precision self and stores codes.
+
+It is a wrapper subclass: shape and dtype are those of the weight it stands for, the bytes are in
+inner tensors (`codes` and `absmax` for int8 and NF4). `F.linear` goes to `ts_quant.linear`; every
+other operation sees the decoded weight (`ts_quant.aten`).
+
+A pager may replace the inner tensors (`setattr(q, name, tensor)`) between any two operations, by
+tensors of the same shape and dtype at another address or on another device. Everything here reads
+them afresh. `device`, which PyTorch fixes when the wrapper is made, may then be out of date;
+results are on the inner tensors' device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ts_quant.codecs.base import QuantSpec, codec_named
+from ts_quant.errors import FrozenWeightError, OptionError
+from ts_quant.linear import frozen_linear
+
+_FROZEN = (
+    "a quantized weight is frozen: {what}. Train adapters on top of it (LoRA), or call "
+    ".dequantize() for an ordinary tensor; q.copy_(tensor) encodes new values in place"
+)
+
+Metadata = tuple[QuantSpec, torch.dtype]
+
+
+class QuantTensor(torch.Tensor):
+    """A quantized, frozen weight with the shape and dtype of the original.
+
+    Make one with `ts_quant.quantize`. Put it in a module as
+    `torch.nn.Parameter(q, requires_grad=False)`.
+
+    Args:
+        buffers: the codec's inner tensors, in the order of its `buffer_names`, all on one device.
+            They are kept, not copied.
+        spec: codec and block size.
+        shape: shape of the weight.
+        dtype: floating dtype that the weight is decoded to by default.
+    """
+
+    _spec: QuantSpec
+
+    @staticmethod
+    def __new__(
+        cls, buffers: Sequence[Tensor], spec: QuantSpec, shape: torch.Size, dtype: torch.dtype
+    ) -> QuantTensor:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        self: QuantTensor = make(
+            cls, shape, dtype=dtype, device=buffers[0].device, requires_grad=False
+        )
+        return self
+
+    def __init__(
+        self, buffers: Sequence[Tensor], spec: QuantSpec, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
+        self._spec = spec
+        for name, buffer in zip(codec_named(spec.codec).buffer_names, buffers, strict=True):
+            setattr(self, name, buffer)
+
+    # -- what is stored ------------------------------------------------------------------------
+
+    @property
+    def codec(self) -> str:
+        """Name of the format."""
+        return self._spec.codec
+
+    @property
+    def block_size(self) -> int:
+        """Values per scale."""
+        return self._spec.block_size
+
+    @property  # type: ignore[override]
+    def nbytes(self) -> int:
+        """Bytes of the stored buffers, scales included."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The inner tensors, as they are now."""
+        return tuple(getattr(self, name) for name in codec_named(self._spec.codec).buffer_names)
+
+    def dequantize(
+        self, dtype: torch.dtype | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The weight as an ordinary tensor.
+
+        Each value is computed in fp32 and rounded once to the output's dtype. Runs on the current
+        stream of the inner tensors' device; with `out` nothing is allocated on a GPU, so it can
+        be captured in a CUDA graph.
+
+        Args:
+            dtype: floating dtype of the result; None means the weight's dtype, or out's.
+            out: contiguous tensor of the weight's shape, on the inner tensors' device, that
+                receives the values and is returned.
+
+        Raises:
+            OptionError: `dtype` is not floating, or `out` does not fit.
+        """
+        codec = codec_named(self._spec.codec)
+        if out is not None:
+            self._check_out(out, dtype)
+            codec.decode_out(self.buffers(), self._spec.block_size, out)
+            if not out.is_inference():
+                torch.autograd.graph.increment_version(out)
+            return out
+        dtype = self.dtype if dtype is None else dtype
+        if not dtype.is_floating_point:
+            raise OptionError(f"dequantize() gives floating dtypes, not {dtype}")
+        return codec.decode(self.buffers(), self._spec.block_size, self.shape, dtype)
+
+    def _check_out(self, out: Tensor, dtype: torch.dtype | None) -> None:
+        device = self.buffers()[0].device
+        if out.shape != self.shape or out.device != device or not out.dtype.is_floating_point:
+            raise OptionError(
+                f"out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; expected shape "
+                f"{tuple(self.shape)}, a floating dtype, on {device}"
+            )
+        if not out.is_contiguous():
+            raise OptionError(f"out has strides {out.stride()}; expected a contiguous tensor")
+        if dtype is not None and dtype is not out.dtype:
+            raise OptionError(f"dtype={dtype} contradicts out, which is {out.dtype}")
+
+    def with_buffers(
+        self, buffers: Sequence[Tensor], dtype: torch.dtype | None = None
+    ) -> QuantTensor:
+        """A QuantTensor of the same shape and format over other inner tensors."""
+        return QuantTensor(buffers, self._spec, self.shape, dtype or self.dtype)
+
+    # -- PyTorch's protocols -------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        return list(codec_named(self._spec.codec).buffer_names), (self._spec, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        meta: Metadata,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> QuantTensor:
+        spec, dtype = meta
+        names = codec_named(spec.codec).buffer_names
+        return QuantTensor([inner[name] for name in names], spec, outer_size, dtype)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Names what compiled code may depend on, for AOTAutograd's cache."""
+        inner = [
+            (str(b.dtype), tuple(b.shape), b.stride(), b.storage_offset(), str(b.device))
+            for b in self.buffers()
+        ]
+        return f"QuantTensor {self._spec} {self.dtype} {tuple(self.shape)} {inner}"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:
+            bound = _linear_arguments(*args, **kwargs)
+            if bound is not None:
+                return frozen_linear(*bound)
+        elif func in _FORBIDDEN:
+            _FORBIDDEN[func](*args, **kwargs)
+        elif func == _SET_DATA and isinstance(args[0], QuantTensor):
+            return _set_data(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = ATEN_HANDLERS.get(func, _on_dequantized)
+        return handler(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"QuantTensor({self.codec}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device={self.buffers()[0].device}, block_size={self.block_size}, "
+            f"nbytes={self.nbytes})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantTensor:
+        if id(self) in memo:
+            copied: QuantTensor = memo[id(self)]
+            return copied
+        copied = self.with_buffers([buffer.detach().clone() for buffer in self.buffers()])
+        for key, value in self.__dict__.items():
+            if key not in copied.__dict__:
+                setattr(copied, key, copy.deepcopy(value, memo))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FrozenWeightError(
+            f"a QuantTensor ({self.codec}, shape {tuple(self.shape)}) cannot be pickled, so that "
+            f"no file of weights needs unpickling. Save q.dequantize(), or the tensors of "
+            f"q.buffers(), with safetensors"
+        )
+
+
+AtenHandler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+ATEN_HANDLERS: dict[Any, AtenHandler] = {}
+"""Operations that keep a QuantTensor quantized; filled by `ts_quant.aten`."""
+
+
+def _on_dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Any operation, on decoded copies of the QuantTensors among its arguments."""
+    _refuse_mutation(func, args, kwargs)
+
+    def decode(value: Any) -> Any:
+        return value.dequantize() if isinstance(value, QuantTensor) else value
+
+    args, kwargs = tree_map(decode, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse an operation that would write into a decoded copy, where the result would be lost."""
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, QuantTensor) for leaf in tree_leaves(value)):
+            raise FrozenWeightError(_FROZEN.format(what=f"{func} would change it in place"))
+
+
+def _linear_arguments(
+    input: Any, weight: Any, bias: Any = None
+) -> tuple[Tensor, QuantTensor, Tensor | None] | None:
+    """F.linear's arguments if its frozen path applies, else None."""
+    if not isinstance(weight, QuantTensor) or weight.dim() != 2:
+        return None
+    if isinstance(input, QuantTensor) or isinstance(bias, QuantTensor):
+        return None
+    return input, weight, bias
+
+
+def _refuse_grad(tensor: Any, requires_grad: bool = True) -> None:
+    if requires_grad and isinstance(tensor, QuantTensor):
+        raise FrozenWeightError(
+            _FROZEN.format(what="requires_grad cannot be True")
+            + ". In a module use torch.nn.Parameter(q, requires_grad=False)"
+        )
+
+
+def _refuse_setitem(tensor: Any, index: Any, value: Any) -> None:
+    if isinstance(tensor, QuantTensor):
+        raise FrozenWeightError(_FROZEN.format(what="its elements cannot be assigned"))
+
+
+_FORBIDDEN: dict[Any, Callable[..., None]] = {
+    torch.Tensor.requires_grad_: _refuse_grad,
+    torch.Tensor.requires_grad.__set__: _refuse_grad,  # type: ignore[attr-defined]
+    torch.Tensor.__setitem__: _refuse_setitem,
+}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _set_data(target: QuantTensor, value: Tensor) -> None:
+    """`q.data = value`: take over another QuantTensor's buffers, format and dtype."""
+    if not isinstance(value, QuantTensor):
+        raise FrozenWeightError(
+            _FROZEN.format(what=f".data cannot become a plain {value.dtype} tensor")
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        _SET_DATA(target, value)
+    target._spec = value._spec
+    for name in codec_named(value.codec).buffer_names:
+        setattr(target, name, getattr(value, name))
