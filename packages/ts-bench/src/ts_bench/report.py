@@ -1,0 +1,80 @@
+"""Rows as a table for people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from ts_bench import records
+from ts_bench.summary import Row
+
+HEADINGS = ("engine", "step", "range", "ratio", "GPU peak", "reserved", "host", "loss", "notes")
+RIGHT = frozenset(HEADINGS[1:7])
+
+
+def cells(row: Row) -> list[str]:
+    """The cells of one row, under `HEADINGS`."""
+    name = row.engine
+    if row.variant not in ("", "default", "plain"):
+        name += f" ({row.variant})"
+    if row.status != records.OK:
+        return [name, row.status, "", "", "", "", "", "", row.note]
+    low, high = row.step_ms_range or (0.0, 0.0)
+    return [
+        name,
+        _milliseconds(row.step_ms),
+        f"{low:.1f}-{high:.1f}" if row.rounds > 1 else "",
+        "" if row.ratio is None else f"{row.ratio:.2f}x",
+        _gigabytes(row.peak_allocated_gb),
+        _gigabytes(row.peak_reserved_gb),
+        _gigabytes(row.host_gb),
+        f"{row.first_loss:.3f} > {row.last_loss:.3f}",
+        row.note,
+    ]
+
+
+def text_tables(rows: Sequence[Row]) -> str:
+    """One table per scenario, in plain text."""
+    parts = []
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        body = [cells(row) for row in rows if row.scenario == scenario]
+        table = [list(HEADINGS), *body]
+        widths = [max(len(line[i]) for line in table) for i in range(len(HEADINGS))]
+        lines = [f"## {scenario}"]
+        for line in table:
+            padded = [
+                cell.rjust(width) if heading in RIGHT else cell.ljust(width)
+                for cell, width, heading in zip(line, widths, HEADINGS, strict=True)
+            ]
+            lines.append("  ".join(padded).rstrip())
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def show(rows: Sequence[Row], file: TextIO | None = None) -> None:
+    """Print the tables: drawn by rich in a terminal, as plain text elsewhere."""
+    file = file or sys.stdout
+    if not file.isatty():
+        print(text_tables(rows), file=file)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=file)
+    for scenario in dict.fromkeys(row.scenario for row in rows):
+        table = Table(title=scenario, title_justify="left")
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right" if heading in RIGHT else "left")
+        for row in rows:
+            if row.scenario == scenario:
+                table.add_row(*cells(row), style=None if row.status == records.OK else "dim")
+        console.print(table)
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+def _gigabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} GB"

@@ -1,0 +1,115 @@
+"""Records to figures: medians over rounds, and ratios taken within a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ts_bench import records
+from ts_bench.records import Record
+
+OURS = "trainstream"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine on one scenario, over all rounds.
+
+    Attributes:
+        scenario, engine, variant: which. The variant is the one that ran at last.
+        status: "ok" if any round succeeded, else that of its last record.
+        note: why it failed, or which variants failed before; empty if none did.
+        step_ms: median over rounds of the round's median step.
+        step_ms_range: smallest and largest of the rounds' medians.
+        ratio: median over rounds of this engine's step time over the baseline's in the same
+            round (above 1: slower than the baseline); None where a round lacks either.
+        peak_allocated_gb, peak_reserved_gb, host_gb: the most over all rounds, 1e9 bytes;
+            host_gb is resident memory after the last step.
+        first_loss, last_loss: of the first round.
+        rounds: rounds that succeeded.
+    """
+
+    scenario: str
+    engine: str
+    variant: str
+    status: str
+    note: str
+    step_ms: float | None = None
+    step_ms_range: tuple[float, float] | None = None
+    ratio: float | None = None
+    peak_allocated_gb: float | None = None
+    peak_reserved_gb: float | None = None
+    host_gb: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    rounds: int = 0
+
+
+def summarize(found: Sequence[Record], baseline: str | None = None) -> list[Row]:
+    """One row per scenario and engine, in order of appearance.
+
+    Args:
+        found: records of one or more runs.
+        baseline: the engine that ratios are relative to; None: trainstream where it succeeded,
+            else the first engine that did.
+    """
+    rows = []
+    for scenario in dict.fromkeys(record.scenario["name"] for record in found):
+        here = [record for record in found if record.scenario["name"] == scenario]
+        good = dict.fromkeys(record.engine for record in here if record.status == records.OK)
+        base = baseline or (OURS if OURS in good else next(iter(good), None))
+        base_ms = {_round(r): _median_ms(r) for r in here if r.engine == base and r.measurement}
+        for engine in dict.fromkeys(record.engine for record in here):
+            rows.append(_row([record for record in here if record.engine == engine], base_ms))
+    return rows
+
+
+def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
+    last = found[-1]
+    good = [record for record in found if record.measurement is not None]
+    name, engine = last.scenario["name"], last.engine
+    # A variant that ran out of memory before another succeeded is worth telling; others are the
+    # status itself.
+    earlier = dict.fromkeys(
+        f"{record.variant}: {record.status}" for record in found if record.status != records.OK
+    )
+    if not good:
+        note = "; ".join([*list(earlier)[:-1], last.reason])
+        return Row(name, engine, last.variant, last.status, note)
+    ms = [_median_ms(record) for record in good]
+    ratios = [_median_ms(r) / base_ms[_round(r)] for r in good if _round(r) in base_ms]
+    first = good[0].measurement
+    assert first is not None
+    figures = [record.measurement for record in good if record.measurement is not None]
+    return Row(
+        scenario=name,
+        engine=engine,
+        variant=good[-1].variant,
+        status=records.OK,
+        note="; ".join(earlier),
+        step_ms=median(ms),
+        step_ms_range=(min(ms), max(ms)),
+        ratio=median(ratios) if ratios else None,
+        peak_allocated_gb=_most([figure.peak_allocated_bytes for figure in figures]),
+        peak_reserved_gb=_most([figure.peak_reserved_bytes for figure in figures]),
+        host_gb=_most([figure.host_rss_bytes for figure in figures]),
+        first_loss=first.losses[0],
+        last_loss=first.losses[-1],
+        rounds=len(good),
+    )
+
+
+def _round(record: Record) -> tuple[str, int]:
+    return record.run_id, record.repeat
+
+
+def _median_ms(record: Record) -> float:
+    if record.measurement is None:
+        raise ValueError(f"the record of {record.engine} has no measurement ({record.status})")
+    return 1000 * median(record.measurement.step_s)
+
+
+def _most(sizes: Sequence[int | None]) -> float | None:
+    known = [size for size in sizes if size is not None]
+    return max(known) / 1e9 if known else None

@@ -1,0 +1,173 @@
+"""The parts that engines share: a model with random weights, adapters, tokens, a plain step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ts_bench.scenarios import Scenario
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LEARNING_RATE = 1e-4
+WEIGHT_STD = 0.02
+TOKEN_SEED = 1234
+# Batches drawn ahead, so that drawing is not timed; steps go through them in turn.
+BATCHES = 8
+
+MakeLinear = Callable[[nn.Linear], nn.Module]
+
+
+def config_of(scenario: Scenario) -> Any:
+    """The transformers config of the scenario's model."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**scenario.shape.config())
+
+
+def build_model(
+    scenario: Scenario,
+    device: torch.device,
+    dtype: torch.dtype,
+    make_linear: MakeLinear | None = None,
+) -> nn.Module:
+    """The scenario's model with random weights, built on `device` one layer at a time.
+
+    Args:
+        scenario: gives the shape.
+        device: where the weights end; nothing of size is ever on another device.
+        dtype: of every weight.
+        make_linear: turns each `nn.Linear` of the decoder layers, given without values (on the
+            meta device), into the module that takes its place. The device never holds more than
+            one such weight in full precision.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(scenario)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    core: Any = model.get_submodule("model")
+    if make_linear is not None:
+        for parent in list(core.layers.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, make_linear(child))
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                value = random_parameter(parameter.shape, name, device, dtype, is_norm(module))
+                module._parameters[name] = nn.Parameter(value)
+    # Its one buffer is computed from the config, so build it anew.
+    core.rotary_emb = type(core.rotary_emb)(config=config).to(device)
+    if scenario.shape.tied:
+        model.get_submodule("lm_head")._parameters["weight"] = core.embed_tokens.weight
+    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if left:
+        raise RuntimeError(f"no values for {left}: this transformers builds the model differently")
+    return model.train()
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module scales by its weight, so that ones are its neutral start."""
+    return "norm" in type(module).__name__.lower()
+
+
+def random_parameter(
+    shape: Sequence[int], name: str, device: torch.device, dtype: torch.dtype, ones: bool = False
+) -> Tensor:
+    """Values for one parameter: ones for norms, zeros for biases, else normal (std 0.02)."""
+    if ones:
+        return torch.ones(shape, device=device, dtype=dtype)
+    if name == "bias":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, WEIGHT_STD)
+
+
+def add_adapters(model: nn.Module, scenario: Scenario) -> nn.Module:
+    """PEFT LoRA on all seven projections, no dropout; adapter weights in fp32."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=scenario.lora_rank,
+        lora_alpha=2 * scenario.lora_rank,
+        lora_dropout=0.0,
+        target_modules=PROJECTIONS,
+        task_type="CAUSAL_LM",
+    )
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def token_batches(scenario: Scenario, device: torch.device) -> Iterator[Tensor]:
+    """Random token ids [batch, tokens] on `device`, the same for every engine, without end."""
+    generator = torch.Generator().manual_seed(TOKEN_SEED)
+    shape = (scenario.batch, scenario.tokens)
+    batches = [
+        torch.randint(scenario.shape.vocab_size, shape, generator=generator).to(device)
+        for _ in range(BATCHES)
+    ]
+    while True:
+        yield from batches
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class TrainStep:
+    """A plain training step: bf16 autocast, the model's own loss, AdamW, no clipping.
+
+    Args:
+        model: called with input_ids and labels.
+        optimizer: over the trained parameters.
+        scenario: gives the batches.
+        device: where model inputs go.
+        details: what `details()` returns, or a function for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scenario: Scenario,
+        device: torch.device,
+        details: dict[str, Any] | Callable[[], dict[str, Any]],
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._batches = token_batches(scenario, device)
+        self._details = details
+
+    def __call__(self) -> Tensor:
+        ids = next(self._batches)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def details(self) -> dict[str, Any]:
+        """What a reader of the record should know about the set-up."""
+        return dict(self._details() if callable(self._details) else self._details)
+
+
+def adamw(model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """torch's AdamW, fused: the fastest that torch has on either device."""
+    return torch.optim.AdamW(trainable(model), lr=LEARNING_RATE, fused=True)
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Turn on transformers' gradient checkpointing, in the form it recommends."""
+    enable: Any = model.get_submodule("").gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def expected_first_loss(scenario: Scenario) -> float:
+    """Cross-entropy of a model that knows nothing, in nats: ln(vocabulary)."""
+    return math.log(scenario.shape.vocab_size)
