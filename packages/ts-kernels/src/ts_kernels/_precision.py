@@ -36,8 +36,8 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor in a new tensor of `dtype`, multiplied in at least fp32.
 
-    The factor (one element, or broadcastable with the gradient) stays as precise as it is: torch
-    would round a 0-d factor to the dtype of the gradient first.
+    The factor (one element, or broadcastable with the gradient) stays as precise as it is: on
+    CUDA torch would round a 0-d factor to the dtype of the gradient first.
     """
     if factor.dim() == 0:
         factor = factor.reshape(1)

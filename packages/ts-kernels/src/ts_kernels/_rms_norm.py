@@ -14,6 +14,8 @@ from ts_kernels._library import define_op, not_twice_differentiable
 
 # The backward kernel holds whole rows in registers; wider rows take the PyTorch path.
 _WIDEST_BACKWARD = 32768
+# Rows of partial sums of a weight gradient; half as many for wide rows.
+_MOST_PROGRAMS = 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -251,7 +253,7 @@ def _launch_backward(
     # alone, never of the GPU, so that the order of the sum is fixed.
     programs = tiles
     if want_weight:
-        programs = min(tiles, 512 if block <= 4096 else 256)
+        programs = min(tiles, _MOST_PROGRAMS if block <= 4096 else _MOST_PROGRAMS // 2)
     tiles_per_program = -(-tiles // programs)
     programs = -(-tiles // tiles_per_program)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_x else x.new_empty(0)

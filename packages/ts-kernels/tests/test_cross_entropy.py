@@ -1,0 +1,524 @@
+"""Chunked cross-entropy: values, gradients, masks, divisors, subclasses, memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import ts_kernels
+from ts_kernels import _cross_entropy, reference
+from ts_kernels._chunks import Options, walk_chunks
+from ts_kernels._heads import DenseHead, Wanted
+from ts_kernels._precision import scaled
+from ts_kernels.testing import LargestTensor, assert_rounding_tier
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+ROWS, CLASSES, WIDTH = 23, 211, 37
+
+
+def make(dtype=torch.float32, rows=ROWS, classes=CLASSES, width=WIDTH, masked=0.3):
+    hidden = torch.randn(rows, width).to(dtype).requires_grad_()
+    weight = torch.randn(classes, width).mul(width**-0.5).to(dtype).requires_grad_()
+    bias = torch.randn(classes).to(dtype).requires_grad_()
+    targets = torch.randint(0, classes, (rows,))
+    targets[torch.rand(rows) < masked] = -100
+    return hidden, weight, targets, bias
+
+
+def wide(*tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def value_and_grads(function, hidden, weight, targets, bias, upstream=1.0, **kw):
+    loss = function(hidden, weight, targets, bias, **kw)
+    return loss, *torch.autograd.grad(loss * upstream, (hidden, weight, bias))
+
+
+NAMES = ("loss", "hidden gradient", "weight gradient", "bias gradient")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "kw",
+    [{}, {"reduction": "sum"}, {"num_items": 41}, {"logit_softcap": 2.0}],
+    ids=["mean", "sum", "num_items", "softcap"],
+)
+def test_as_close_to_float64_as_plain_pytorch(dtype, chunk_size, kw):
+    hidden, weight, targets, bias = make(dtype)
+    ours = value_and_grads(
+        ts_kernels.chunked_cross_entropy,
+        hidden,
+        weight,
+        targets,
+        bias,
+        3.0,
+        chunk_size=chunk_size,
+        **kw,
+    )
+    plain = value_and_grads(
+        reference.chunked_cross_entropy, hidden, weight, targets, bias, 3.0, **kw
+    )
+    h64, w64, b64 = wide(hidden, weight, bias)
+    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, 3.0, **kw)
+    assert ours[0].dtype == torch.float32
+    assert [g.dtype for g in ours[1:]] == [dtype] * 3
+    for name, a, p, e in zip(NAMES, ours, plain, exact, strict=True):
+        assert_rounding_tier(a, p, e, name)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.integers(0, 13),
+    classes=st.integers(1, 60),
+    width=st.integers(1, 17),
+    chunk_size=st.integers(1, 15),
+    masked=st.floats(0, 1),
+    spread=st.sampled_from([1e-3, 1.0, 30.0, 1e4]),
+    with_bias=st.booleans(),
+    softcap=st.sampled_from([None, 5.0, 30.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_spread(
+    rows, classes, width, chunk_size, masked, spread, with_bias, softcap, seed
+):
+    torch.manual_seed(seed)
+    hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    weight = (torch.randn(classes, width, dtype=torch.float64) * spread).requires_grad_()
+    bias = torch.randn(classes, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, classes, (rows,))
+    targets[torch.rand(rows) < masked] = -100
+    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    kw = {"logit_softcap": softcap}
+    ours = ts_kernels.chunked_cross_entropy(
+        hidden, weight, targets, bias, chunk_size=chunk_size, **kw
+    )
+    exact = reference.chunked_cross_entropy(hidden, weight, targets, bias, **kw)
+    torch.testing.assert_close(ours, exact)
+    for a, e in zip(
+        torch.autograd.grad(ours, inputs), torch.autograd.grad(exact, inputs), strict=True
+    ):
+        torch.testing.assert_close(a, e, atol=1e-9 * spread, rtol=1e-6)
+
+
+def test_gradcheck_in_float64():
+    hidden, weight, targets, bias = make(rows=5, classes=7, width=3)
+    inputs = wide(hidden, weight, bias)
+    for kw in ({}, {"reduction": "sum"}, {"logit_softcap": 1.5}):
+        assert torch.autograd.gradcheck(
+            lambda h, w, b, kw=kw: ts_kernels.chunked_cross_entropy(
+                h, w, targets, b, chunk_size=2, **kw
+            ),
+            inputs,
+        )
+
+
+@pytest.mark.parametrize("kw", [{}, {"reduction": "sum"}, {"num_items": 0}, {"num_items": 9}])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_label_masked_gives_zero(dtype, kw):
+    hidden, weight, targets, bias = make(dtype)
+    targets.fill_(-100)
+    results = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=5, **kw
+    )
+    for result in results:
+        assert torch.equal(result, torch.zeros_like(result))
+    assert ts_kernels.count_targets(targets).item() == 0
+
+
+def test_another_ignore_index():
+    hidden, weight, targets, bias = make()
+    other = targets.clone()
+    other[other == -100] = 3
+    other[:4] = 3
+    targets[other == 3] = -100
+    a = ts_kernels.chunked_cross_entropy(hidden, weight, other, bias, ignore_index=3)
+    b = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "num_items", [lambda n: n, lambda n: torch.tensor(n), lambda n: torch.tensor([n])]
+)
+@pytest.mark.parametrize("cuts", [[23], [1, 22], [5, 6, 12], [10, 0, 13], [1] * 23])
+def test_loss_does_not_depend_on_how_a_window_is_split(cuts, num_items):
+    hidden, weight, targets, bias = make()
+    whole = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=6
+    )
+    count = int(ts_kernels.count_targets(targets))
+    parts = [
+        ts_kernels.chunked_cross_entropy(
+            h, weight, t, bias, chunk_size=4, num_items=num_items(count)
+        )
+        for h, t in zip(hidden.split(cuts), targets.split(cuts), strict=True)
+    ]
+    loss = torch.stack(parts).sum()
+    torch.testing.assert_close(loss, whole[0])
+    for a, e in zip(torch.autograd.grad(loss, (hidden, weight, bias)), whole[1:], strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_count_targets():
+    labels = torch.tensor([[5, -100, 3], [-100, -100, 7]])
+    assert ts_kernels.count_targets(labels).item() == 3
+    assert ts_kernels.count_targets(labels, shift=True).item() == 2
+    assert ts_kernels.count_targets(labels, ignore_index=7).item() == 5
+
+
+def test_leading_shapes_and_strides():
+    hidden, weight, targets, bias = make(rows=24)
+    expected = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias)
+    (grad,) = torch.autograd.grad(expected, hidden)
+    shuffled = hidden.detach().reshape(2, 12, WIDTH).transpose(0, 1)  # [12, 2, WIDTH]
+    spread = torch.randn(12, 2, 2 * WIDTH)
+    spread[..., ::2] = shuffled
+    view = spread[..., ::2].requires_grad_()
+    two = torch.stack([targets, targets], dim=1)[:, 0]  # strided targets
+    loss = ts_kernels.chunked_cross_entropy(
+        view, weight, two.reshape(2, 12).t(), bias.detach()[:, None].expand(-1, 2)[:, 0]
+    )
+    torch.testing.assert_close(loss, expected)
+    (view_grad,) = torch.autograd.grad(loss, view)
+    torch.testing.assert_close(view_grad, grad.reshape(2, 12, WIDTH).transpose(0, 1))
+
+
+def test_empty_batch():
+    hidden, weight, targets, bias = make(rows=0)
+    results = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=4
+    )
+    for result in results:
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_int32_targets():
+    hidden, weight, targets, bias = make()
+    a = ts_kernels.chunked_cross_entropy(hidden, weight, targets.int(), bias)
+    assert torch.equal(a, ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias))
+
+
+def test_classes_ruled_out_by_the_bias():
+    hidden, weight, targets, bias = make(masked=0.0)
+    targets %= 100
+    ruled_out = bias.detach().clone()
+    ruled_out[100:] = float("-inf")
+    loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, ruled_out, chunk_size=5)
+    expected = ts_kernels.chunked_cross_entropy(
+        hidden, weight[:100], targets, bias[:100], chunk_size=5
+    )
+    torch.testing.assert_close(loss, expected)
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(grad[100:], torch.zeros(CLASSES - 100, WIDTH))
+
+
+def test_half_gradients_survive_a_large_batch():
+    """1/N times a probability underflows in fp16; the gradient is scaled after its matmul."""
+    hidden, weight, targets, bias = make(torch.float16, rows=64, masked=0.0)
+    upstream = 1e-4
+    ours = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, upstream
+    )
+    h64, w64, b64 = wide(hidden, weight, bias)
+    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, upstream)
+    smallest = 2.0**-24  # spacing of the numbers that fp16 has down there
+    for a, e in zip(ours[1:], exact[1:], strict=True):
+        assert (a.double() - e).abs().max() <= 0.51 * smallest + 2e-3 * e.abs().max()
+
+
+def test_true_class_keeps_its_precision_when_nearly_certain():
+    """p - 1 of the true class is formed in fp32: in bf16 a p of 0.9995 would have become 1."""
+    logits = torch.tensor([[7.6, 0.0]], dtype=torch.bfloat16)
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = logits.t().contiguous()
+    bias = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    loss = ts_kernels.chunked_cross_entropy(hidden, weight, torch.tensor([0]), bias)
+    (grad,) = torch.autograd.grad(loss, bias)
+    p = torch.softmax(logits.double(), dim=1)[0]
+    torch.testing.assert_close(grad.double(), torch.stack([p[0] - 1, p[1]]), rtol=4e-3, atol=0)
+    assert grad[0] != 0
+
+
+def test_upstream_gradients_scale_and_backward_may_run_twice():
+    hidden, weight, targets, bias = make()
+    once = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=5
+    )
+    loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=5)
+    for upstream in (3.0, -0.5, 0.0):
+        grads = torch.autograd.grad(upstream * loss, (hidden, weight, bias), retain_graph=True)
+        for a, e in zip(grads, once[1:], strict=True):
+            torch.testing.assert_close(a, upstream * e)
+    # the loss enters twice, and an upstream gradient has another reader
+    seen = []
+    loss.register_hook(seen.append)
+    (loss * loss + loss).backward()
+    assert torch.equal(seen[0], 2 * loss.detach() + 1)
+    torch.testing.assert_close(weight.grad, (2 * loss.detach() + 1) * once[2])
+
+
+def test_scaling_rounds_once():
+    """On CUDA torch itself would first round a 0-d factor to bf16."""
+    gradient, factor = torch.randn(1000).bfloat16(), torch.tensor(1 / 3)
+    expected = (gradient.double() * factor.double()).float()
+    assert torch.equal(scaled(gradient, factor, torch.float32), expected)
+    assert torch.equal(scaled(gradient, factor, torch.bfloat16), expected.bfloat16())
+
+
+def test_hidden_with_other_users_is_left_alone():
+    hidden, weight, targets, bias = make()
+    kept = hidden.detach().clone()
+    scaled = hidden * 1.0
+    loss = ts_kernels.chunked_cross_entropy(scaled, weight, targets, bias)
+    (loss + scaled.square().sum()).backward()
+    assert torch.equal(scaled, kept)
+    ours = hidden.grad.clone()
+    hidden.grad = None
+    scaled = hidden * 1.0
+    loss = reference.chunked_cross_entropy(scaled, weight, targets, bias)
+    (loss + scaled.square().sum()).backward()
+    torch.testing.assert_close(ours, hidden.grad)
+
+
+@pytest.mark.parametrize("train", list(itertools.product([True, False], repeat=3)))
+def test_only_the_needed_gradients_are_computed(train, monkeypatch):
+    hidden, weight, targets, bias = make()
+    asked = []
+    walk = walk_chunks
+
+    def spy(hidden, head, classes, targets, options, wanted, *rest):
+        asked.append(tuple(wanted))
+        return walk(hidden, head, classes, targets, options, wanted, *rest)
+
+    monkeypatch.setattr(_cross_entropy, "walk_chunks", spy)
+    inputs = [t.detach().requires_grad_(on) for t, on in zip((hidden, weight, bias), train)]  # noqa: B905
+    loss = ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
+    assert asked == [train]
+    assert loss.requires_grad == any(train)
+    if any(train):
+        loss.backward()
+    assert [t.grad is not None for t in inputs] == list(train)
+    with torch.no_grad():
+        ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
+    assert asked[1] == (False, False, False)
+
+
+def test_nothing_refers_to_the_weight_after_the_forward_pass():
+    hidden, weight, targets, _ = make()
+    frozen = weight.detach().clone()
+    gone = weakref.ref(frozen)
+    loss = ts_kernels.chunked_cross_entropy(hidden, frozen, targets)
+    del frozen
+    gc.collect()
+    assert gone() is None
+    loss.backward()
+    ours, hidden.grad = hidden.grad, None
+    reference.chunked_cross_entropy(hidden, weight.detach(), targets).backward()
+    torch.testing.assert_close(ours, hidden.grad)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_quantized_weight_is_multiplied_by_linear_alone(quantized, with_bias):
+    hidden, weight, targets, bias = make()
+    frozen = torch.nn.Parameter(quantized(weight.detach()), requires_grad=False)
+    bias = bias if with_bias else None
+    inputs = (hidden, bias) if with_bias else (hidden,)
+    loss = ts_kernels.chunked_cross_entropy(hidden, frozen, targets, bias, chunk_size=5)
+    in_forward = frozen.decoded
+    grads = torch.autograd.grad(2 * loss, inputs, retain_graph=True)
+    assert all(map(torch.equal, grads, torch.autograd.grad(2 * loss, inputs)))
+    assert frozen.decoded == in_forward, "backward of the loss has no use for the weight"
+    expected = reference.chunked_cross_entropy(hidden, frozen.dense(), targets, bias)
+    torch.testing.assert_close(loss, expected)
+    for a, e in zip(grads, torch.autograd.grad(2 * expected, inputs), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_trainable_subclass_weight_receives_its_gradient():
+    class Named(torch.Tensor):
+        """A subclass with no maths of its own."""
+
+    hidden, weight, targets, bias = make()
+    named = weight.detach().clone().as_subclass(Named).requires_grad_()
+    loss = ts_kernels.chunked_cross_entropy(hidden, named, targets, bias, chunk_size=5)
+    ours = torch.autograd.grad(loss, (hidden, named, bias))
+    expected = reference.chunked_cross_entropy(hidden, weight, targets, bias)
+    for a, e in zip(ours, torch.autograd.grad(expected, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(a.as_subclass(torch.Tensor), e)
+
+
+def test_autocast_is_that_of_linear():
+    hidden, weight, targets, bias = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = value_and_grads(
+            ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=5
+        )
+        plain = value_and_grads(reference.chunked_cross_entropy, hidden, weight, targets, bias)
+    h64, w64, b64 = wide(hidden, weight, bias)
+    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64)
+    for name, a, p, e in zip(NAMES, ours, plain, exact, strict=True):
+        assert a.dtype == torch.float32
+        assert_rounding_tier(a, p, e, name)
+    assert not torch.equal(
+        ours[0], ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=5)
+    )
+
+
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_no_tensor_as_large_as_the_logits(train_weight):
+    rows, classes, width = 64, 1009, 16
+    hidden, weight, targets, bias = make(
+        torch.bfloat16, rows=rows, classes=classes, width=width, masked=0.0
+    )
+    with LargestTensor() as ours, torch.no_grad():  # the operator's inside, which modes see
+        _cross_entropy._implementation(
+            hidden, weight, bias, targets, 8, -100, None, torch.bfloat16, True, train_weight, True
+        )
+    assert ours.elements <= max(8 * classes, classes * width)
+    assert ours.elements < rows * classes
+    with LargestTensor() as plain:
+        reference.chunked_cross_entropy(hidden, weight, targets, bias)
+    assert plain.elements == rows * classes
+
+
+@pytest.mark.slow
+def test_peak_memory_is_below_the_logits():
+    """As the allocator saw it, through the public function and its backward."""
+    rows, classes, width = 512, 8192, 32
+    hidden, weight, targets, _ = make(rows=rows, classes=classes, width=width, masked=0.0)
+    weight = weight.detach()
+
+    def peak_bytes(function, **kw):
+        hidden.grad = None
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            function(hidden, weight, targets, **kw).backward()
+        live = peak = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                live += event.nbytes()
+                peak = max(peak, live)
+        return peak
+
+    logits = rows * classes * 4
+    plain = peak_bytes(reference.chunked_cross_entropy)
+    ours = peak_bytes(ts_kernels.chunked_cross_entropy, chunk_size=32)
+    assert plain >= 2 * logits  # what the measurement must be able to see
+    assert ours < logits / 4
+
+
+def test_masked_rows_cost_nothing_on_the_cpu():
+    hidden, weight, targets, _ = make(masked=0.0)
+    targets[3:] = -100
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        walk_chunks(
+            hidden,
+            DenseHead(weight, None, torch.float32, Wanted(True, False, False)),
+            CLASSES,
+            targets,
+            Options(2, -100, None),
+            Wanted(True, False, False),
+            torch.float32,
+        )
+    assert flops.get_total_flops() == 2 * (2 * 3 * CLASSES * WIDTH)
+
+
+def test_create_graph_is_refused_by_name():
+    hidden, weight, targets, bias = make()
+    loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias)
+    with pytest.raises(NotImplementedError, match=r"reference\.chunked_cross_entropy"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("target", [CLASSES, -1, -101, 10**9])
+def test_target_out_of_range(target, quantized):
+    hidden, weight, targets, _ = make()
+    targets[5] = target
+    for head in (weight, quantized(weight.detach())):
+        with pytest.raises(ValueError, match=rf"target {target} at row 5 .* < {CLASSES}"):
+            ts_kernels.chunked_cross_entropy(hidden, head, targets)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"reduction": "none"}, "'mean' or 'sum'"),
+        ({"chunk_size": 0}, "at least 1"),
+        ({"chunk_size": True}, "at least 1"),
+        ({"chunk_size": 2.0}, "at least 1"),
+        ({"num_items": -1}, "at least 0"),
+        ({"num_items": 2.5}, "at least 0"),
+        ({"num_items": True}, "at least 0"),
+        ({"num_items": torch.tensor([1, 2])}, "one element"),
+        ({"logit_softcap": 0.0}, "above 0"),
+        ({"targets": torch.zeros(ROWS + 1, dtype=torch.int64)}, "one for each row"),
+        ({"targets": torch.zeros(ROWS)}, "int64 or int32"),
+        ({"targets": torch.zeros(ROWS, dtype=torch.int64, device="meta")}, "one device"),
+        ({"weight": torch.zeros(CLASSES, WIDTH + 1)}, "same D"),
+        ({"weight": torch.zeros(WIDTH)}, "same D"),
+        ({"weight": torch.zeros(0, WIDTH)}, "at least one class"),
+        ({"weight": torch.zeros(CLASSES, WIDTH, dtype=torch.bfloat16)}, "one dtype"),
+        ({"hidden": torch.zeros(ROWS, WIDTH, dtype=torch.int64)}, "floating dtype"),
+        ({"bias": torch.zeros(CLASSES - 1)}, "one per class"),
+    ],
+)
+def test_bad_arguments(change, message):
+    hidden, weight, targets, bias = make()
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, **change}
+    with pytest.raises(ValueError, match=message):
+        ts_kernels.chunked_cross_entropy(**arguments)
+
+
+def test_opcheck():
+    hidden, weight, targets, bias = make(torch.bfloat16)
+    operator = torch.ops.ts_kernels.linear_cross_entropy.default
+    for wanted in ((True, True, True), (True, False, False)):
+        args = [
+            t.detach().requires_grad_(on)
+            for t, on in zip((hidden, weight, bias), wanted, strict=True)
+        ]
+        torch.library.opcheck(operator, (*args, targets, 7, -100, None, torch.bfloat16, *wanted))
+    heads = (hidden.detach(), weight.detach(), None)
+    rest = (targets, 7, -100, 5.0, torch.bfloat16, False, False, False)
+    torch.library.opcheck(operator, (*heads, *rest))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiles_without_graph_breaks(autocast):
+    hidden, weight, targets, bias = make()
+
+    def step(hidden, weight, bias):
+        return 2 * ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=7)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        eager_loss, loss = step(hidden, weight, bias), compiled(hidden, weight, bias)
+    assert torch.equal(loss, eager_loss)
+    for a, b in zip(
+        torch.autograd.grad(loss, (hidden, weight, bias)),
+        torch.autograd.grad(eager_loss, (hidden, weight, bias)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_under_activation_checkpointing():
+    hidden, weight, targets, bias = make()
+
+    def loss_of(hidden):
+        return ts_kernels.chunked_cross_entropy(hidden * 2, weight, targets, bias)
+
+    loss = torch.utils.checkpoint.checkpoint(loss_of, hidden, use_reentrant=False)
+    ours = torch.autograd.grad(loss, (hidden, weight))
+    expected = torch.autograd.grad(loss_of(hidden), (hidden, weight))
+    assert all(map(torch.equal, ours, expected))
