@@ -14,32 +14,56 @@ from trainstream._lazy import load
 
 if TYPE_CHECKING:
     from ts_core import OffloadAdamW as OffloadAdamW
+    from ts_core import ParamPager as ParamPager
+    from ts_core import TrainStreamError as TrainStreamError
     from ts_core import TrainStreamSession as TrainStreamSession
     from ts_core import find_blocks as find_blocks
     from ts_core import memory_report as memory_report
+    from ts_core import pinned_stats as pinned_stats
+    from ts_core import quantize_model as quantize_model
+    from ts_core import reserve_pinned as reserve_pinned
     from ts_core import unwrap as unwrap
     from ts_core import wrap as wrap
-    from ts_core.errors import TrainStreamError as TrainStreamError
+    from ts_hf import TrainStreamCallback as TrainStreamCallback
+    from ts_hf import TrainStreamTrainer as TrainStreamTrainer
+    from ts_hf import load_model as load_model
+    from ts_hf import save_adapter as save_adapter
+    from ts_hf import wrap_hf as wrap_hf
+    from ts_kernels import causal_lm_loss as causal_lm_loss
+    from ts_kernels import chunked_cross_entropy as chunked_cross_entropy
+    from ts_kernels import dpo_loss as dpo_loss
+    from ts_kernels import rms_norm as rms_norm
+    from ts_kernels import sequence_logprobs as sequence_logprobs
+    from ts_quant import QuantTensor as QuantTensor
+    from ts_quant import quantize as quantize
 
 __version__ = "0.8.0"
 
 # Public name -> module that has it.
 _HOME = {
     "OffloadAdamW": "ts_core",
+    "ParamPager": "ts_core",
+    "TrainStreamError": "ts_core",
     "TrainStreamSession": "ts_core",
     "find_blocks": "ts_core",
     "memory_report": "ts_core",
+    "pinned_stats": "ts_core",
+    "quantize_model": "ts_core",
+    "reserve_pinned": "ts_core",
     "unwrap": "ts_core",
     "wrap": "ts_core",
-    "TrainStreamError": "ts_core.errors",
-    "causal_lm_loss": "ts_kernels",
-    "chunked_cross_entropy": "ts_kernels",
-    "rms_norm": "ts_kernels",
-    "QuantTensor": "ts_quant",
-    "quantize": "ts_quant",
+    "TrainStreamCallback": "ts_hf",
     "TrainStreamTrainer": "ts_hf",
     "load_model": "ts_hf",
+    "save_adapter": "ts_hf",
     "wrap_hf": "ts_hf",
+    "causal_lm_loss": "ts_kernels",
+    "chunked_cross_entropy": "ts_kernels",
+    "dpo_loss": "ts_kernels",
+    "rms_norm": "ts_kernels",
+    "sequence_logprobs": "ts_kernels",
+    "QuantTensor": "ts_quant",
+    "quantize": "ts_quant",
 }
 
 __all__ = sorted([*_HOME, "__version__"])

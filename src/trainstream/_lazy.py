@@ -40,7 +40,7 @@ def forward(alias: str, target: str) -> tuple[Callable[[str], Any], Callable[[],
 
     def get(name: str) -> Any:
         # Look-ups by the import machinery and by inspect must not import the target.
-        if name.startswith("__") and name != "__all__":
+        if name.startswith("__") and name not in ("__all__", "__version__"):
             raise AttributeError(f"module {alias!r} has no attribute {name!r}")
         module = load(target, alias)
         try:

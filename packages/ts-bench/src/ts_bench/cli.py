@@ -125,14 +125,21 @@ def _compare(args: argparse.Namespace) -> int:
             records.append(args.out, record)
         print(_progress(record), file=sys.stderr, flush=True)
 
-    invoked = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    found = compare(scenarios, engines, settings, on_record=on_record, command=invoked)
+    found = compare(scenarios, engines, settings, on_record=on_record, command=_invoked())
     show(summarize(found, args.baseline))
     if args.plot is not None:
         _draw(found, args.plot, args.baseline)
     broken = [r for r in found if r.status in (records.CRASHED, records.TIMED_OUT, records.NOT_RUN)]
     succeeded = any(record.status == records.OK for record in found)
     return 0 if succeeded and not broken else 1
+
+
+def _invoked() -> str:
+    """The command line, as one would type it."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return shlex.join(["python", "-m", program.parent.name, *sys.argv[1:]])
+    return shlex.join([program.name, *sys.argv[1:]])
 
 
 def _with_changes(scenario: Scenario, args: argparse.Namespace) -> Scenario:

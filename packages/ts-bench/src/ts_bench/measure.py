@@ -74,6 +74,7 @@ def measure(
     if wrong:
         raise NonFiniteError(f"the loss of step {wrong[0]} (from 0) is {values[wrong[0]]}")
     cuda = device.type == "cuda"
+    rss = psutil.Process().memory_info().rss
     return Measurement(
         step_s=times,
         losses=values,
@@ -82,8 +83,8 @@ def measure(
         peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None,
         prepare_peak_bytes=prepare_peak,
-        host_rss_bytes=psutil.Process().memory_info().rss,
-        host_peak_rss_bytes=_host_peak_bytes(),
+        host_rss_bytes=rss,
+        host_peak_rss_bytes=_host_peak_bytes(rss),
         details=step.details(),
     )
 
@@ -98,7 +99,8 @@ def _cap_memory(scenario: Scenario, device: torch.device) -> None:
             f"limit: {scenario.limit_bytes} bytes are more than the device has ({total}). "
             f"Use a smaller --limit, or --limit none."
         )
-    torch.cuda.set_per_process_memory_fraction(scenario.limit_bytes / total, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(scenario.limit_bytes / total, index)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -106,10 +108,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _host_peak_bytes() -> int | None:
+def _host_peak_bytes(rss: int) -> int | None:
+    """The most that was ever resident. The system's own count lags behind what is now."""
     try:
         import resource
     except ImportError:  # Windows has no such module
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return max(rss, peak if sys.platform == "darwin" else peak * 1024)

@@ -19,6 +19,7 @@ TOKEN_SEED = 1234
 BATCHES = 8
 
 MakeLinear = Callable[[nn.Linear], nn.Module]
+LossFunction = Callable[[nn.Module, Tensor], Tensor]
 
 
 def config_of(scenario: Scenario) -> Any:
@@ -118,15 +119,22 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def own_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """The model's own loss of predicting each next token of `ids` [batch, tokens]."""
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
 class TrainStep:
-    """A plain training step: bf16 autocast, the model's own loss, AdamW, no clipping.
+    """A plain training step: bf16 autocast, a loss, its backward, AdamW, no clipping.
 
     Args:
-        model: called with input_ids and labels.
+        model: the model that is trained.
         optimizer: over the trained parameters.
         scenario: gives the batches.
         device: where model inputs go.
         details: what `details()` returns, or a function for it.
+        loss: of a model on token ids, computed under autocast.
     """
 
     def __init__(
@@ -136,18 +144,20 @@ class TrainStep:
         scenario: Scenario,
         device: torch.device,
         details: dict[str, Any] | Callable[[], dict[str, Any]],
+        loss: LossFunction | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self._batches = token_batches(scenario, device)
         self._details = details
+        self._loss = loss or own_loss
 
     def __call__(self) -> Tensor:
         ids = next(self._batches)
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss = self._loss(self.model, ids)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ts_bench.engines import API_VERSION, UnsupportedError
 from ts_bench.scenarios import Scenario
-from ts_bench.workload import LEARNING_RATE, TrainStep, add_adapters, config_of, trainable
+from ts_bench.workload import (
+    LEARNING_RATE,
+    LossFunction,
+    TrainStep,
+    add_adapters,
+    config_of,
+    token_batches,
+    trainable,
+)
 from ts_core.errors import NotAvailableError, UnknownPluginError
 
+LOSS_CHUNK_SIZE = 1024  # TrainStreamTrainer's default
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -20,7 +29,7 @@ class TrainStreamEngine:
 
     API_VERSION = API_VERSION
     name = "trainstream"
-    description = "ts_hf.load_model + PEFT + ts_hf.wrap_hf, options left at their defaults"
+    description = "ts_hf.load_model + PEFT + wrap_hf at its defaults, TrainStreamTrainer's loss"
     variants = ("default",)
 
     def available(self) -> str | None:
@@ -57,7 +66,33 @@ class TrainStreamEngine:
             model, wrapped = wrap_hf(model, optimizer, device=device, **options)
         except NotAvailableError as error:
             raise UnsupportedError(str(error)) from error
-        return TrainStep(model, wrapped, scenario, device, lambda: _details(model))
+        notes: list[str] = []
+        loss = _trainer_loss(model, scenario, device, notes)
+        return TrainStep(
+            model, wrapped, scenario, device, lambda: {"loss": notes, **_details(model)}, loss
+        )
+
+
+def _trainer_loss(
+    model: nn.Module, scenario: Scenario, device: torch.device, notes: list[str]
+) -> LossFunction | None:
+    """The loss that TrainStreamTrainer takes by default: by chunks, where that is the model's own.
+
+    It is tried out here on a batch, which is then not a part of the first step.
+    """
+    from ts_hf.training.loss import ChunkedLoss
+
+    chunked = ChunkedLoss(LOSS_CHUNK_SIZE, notes.append)
+    ids = next(token_batches(scenario, device))
+    with torch.autocast(device.type, torch.bfloat16):
+        if not chunked.applies(model, {"input_ids": ids, "labels": ids}):
+            return None
+    notes.append(f"by chunks of {LOSS_CHUNK_SIZE} rows of logits")
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return chunked(model, {"input_ids": ids, "labels": ids}, None)[0]
+
+    return loss
 
 
 def _details(model: nn.Module) -> dict[str, Any]:
