@@ -128,7 +128,9 @@ class Filler:
             if self._work_device.type == "cpu":
                 raise
             self._work_device = torch.device("cpu")
-            self.report.events.append(f"GPU memory ran out at {name}: encoding on the CPU from there")
+            self.report.events.append(
+                f"GPU memory ran out at {name}: encoding on the CPU from there"
+            )
             return self._encoded(self.encode, name, tensor, dtype)
 
     def _encoded(self, encode: Encode, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -161,10 +161,10 @@ def _save_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokens = [str(token) for token in fields["tokenizer.ggml.tokens"]]
-    merges = [tuple(str(merge).split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    merges: Any = [tuple(str(merge).split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    split = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    split: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     if fields.get("tokenizer.ggml.pre") == "smollm":
         split.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)

@@ -88,14 +88,14 @@ def load_model(
     )
     started = time.perf_counter()
     folder, source = _resolve(name_or_path, random_weights, trust_remote_code)
-    config = load_config(
-        source, trust_remote_code=trust_remote_code, overrides=config_overrides
-    )
+    config = load_config(source, trust_remote_code=trust_remote_code, overrides=config_overrides)
     model = build_skeleton(
         config, dtype, trust_remote_code=trust_remote_code, options=config_overrides
     )
     report = LoadReport()
-    targets = [] if random_weights or folder is None else plan_targets(model, open_checkpoint(folder))
+    targets = (
+        [] if random_weights or folder is None else plan_targets(model, open_checkpoint(folder))
+    )
     report.quantize = _choose_codec(model, quantize, quant_block_size, ram_fraction, report)
     encode = None
     if report.quantize is not None:
@@ -135,9 +135,7 @@ def _resolve(
                 "a config alone has no weights: give a folder or a hub id, or random_weights=True."
             )
         return None, name_or_path
-    folder = resolve_folder(
-        str(name_or_path), weights=not random_weights, code=trust_remote_code
-    )
+    folder = resolve_folder(str(name_or_path), weights=not random_weights, code=trust_remote_code)
     return folder, folder
 
 
@@ -150,7 +148,7 @@ def _check_options(
     not_built: dict[str, tuple[Any, tuple[Any, ...]]],
 ) -> None:
     for option, (value, accepted) in not_built.items():
-        if not any(value is item or (value == item and type(value) is type(item)) for item in accepted):
+        if not any(type(value) is type(item) and value == item for item in accepted):
             raise NotAvailableError(
                 f"{option}={value!r} is not available in this version of ts-hf; leave it at "
                 f"{accepted[0]!r}."
@@ -210,9 +208,10 @@ def _choose_codec(
         for name in order:
             if total_bytes(name) <= budget:
                 report.events.append(
-                    f"quantize='auto' chose {name}: the model takes {format_bytes(total_bytes(None))}"
-                    f" in full precision, {format_bytes(total_bytes(name))} in {name}, and "
-                    f"{format_bytes(budget)} of RAM may be used"
+                    f"quantize='auto' chose {name}: the model takes "
+                    f"{format_bytes(total_bytes(None))} in full precision, "
+                    f"{format_bytes(total_bytes(name))} in {name}, and {format_bytes(budget)} of "
+                    f"RAM may be used"
                 )
                 return name
         tried = ", ".join(f"{name} {format_bytes(total_bytes(name))}" for name in order)

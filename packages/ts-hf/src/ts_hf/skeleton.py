@@ -127,8 +127,8 @@ def _compute_buffers(model: nn.Module, module: nn.Module) -> list[str]:
     results: list[dict[str, Tensor]] = []
     for fill in (0, 1):
         for name in names:
-            buffer = module._buffers[name]
-            module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
+            meta: Tensor = module._buffers[name]  # type: ignore[assignment]
+            module._buffers[name] = torch.full_like(meta, fill, device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             owner._init_weights(module)
@@ -143,9 +143,7 @@ def _compute_buffers(model: nn.Module, module: nn.Module) -> list[str]:
     ]
 
 
-def _take_buffers_from_construction(
-    model: nn.Module, build: Callable[[], nn.Module]
-) -> None:
+def _take_buffers_from_construction(model: nn.Module, build: Callable[[], nn.Module]) -> None:
     """For code that computes buffers in __init__ only: build once more with real buffers."""
     from accelerate import init_empty_weights
 

@@ -55,7 +55,7 @@ def clean_leftovers(parent: Path) -> list[str]:
     Returns:
         What was done, one sentence per folder.
     """
-    done = []
+    done: list[str] = []
     if not parent.is_dir():
         return done
     for path in sorted(parent.iterdir()):

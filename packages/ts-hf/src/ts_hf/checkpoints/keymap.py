@@ -140,9 +140,7 @@ def _renamer(model: nn.Module, wanted: Mapping[str, Tensor]) -> Renamer:
     return rename
 
 
-def _plain_rename(
-    prefix: str, wanted: Mapping[str, Tensor], key: str
-) -> tuple[str, str, Any]:
+def _plain_rename(prefix: str, wanted: Mapping[str, Tensor], key: str) -> tuple[str, str, Any]:
     if key not in wanted and prefix:
         for name in (f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
             if name in wanted:
@@ -209,11 +207,7 @@ def _refuse_missing(
 
 def _siblings(target: Target, wanted: Mapping[str, Tensor]) -> set[str]:
     first, *others = target.converter.target_patterns
-    return {
-        name
-        for other in others
-        if (name := target.name.replace(first, other, 1)) in wanted
-    }
+    return {name for other in others if (name := target.name.replace(first, other, 1)) in wanted}
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:

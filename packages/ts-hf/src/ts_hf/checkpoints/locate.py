@@ -112,7 +112,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         items = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index} is not a safetensors index: {error!r}. Fetch it again.") from error
+        raise DataError(
+            f"{index} is not a safetensors index: {error!r}. Fetch it again."
+        ) from error
     for name, file in items.items():
         if Path(file).name != file:
             raise DataError(
@@ -123,7 +125,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _sharded(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorEntry]:
-    first_of = {}
+    first_of: dict[str, str] = {}
     for name, file in weight_map.items():
         first_of.setdefault(file, name)
     tensors: dict[str, TensorEntry] = {}

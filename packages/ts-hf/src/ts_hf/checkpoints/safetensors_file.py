@@ -137,7 +137,7 @@ def read_tensor(entry: TensorEntry) -> Tensor:
         DataError: the bytes cannot be read; names file and tensor.
     """
     data = torch.empty(entry.size_bytes, dtype=torch.uint8)
-    view = memoryview(data.numpy())
+    view = memoryview(data.numpy().data)
     done = 0
     try:
         with entry.file.open("rb", buffering=0) as stream:
@@ -151,9 +151,7 @@ def read_tensor(entry: TensorEntry) -> Tensor:
                     )
                 done += count
     except OSError as error:
-        raise DataError(
-            f"{entry.file}: tensor {entry.name!r} cannot be read: {error}."
-        ) from error
+        raise DataError(f"{entry.file}: tensor {entry.name!r} cannot be read: {error}.") from error
     if entry.size_bytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
     return data.view(entry.dtype).reshape(entry.shape)

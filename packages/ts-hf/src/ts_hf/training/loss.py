@@ -107,6 +107,7 @@ def _targets(inputs: dict[str, Any]) -> Tensor:
 def _why_not(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     """None if the chunked loss equals the model's own, else the reason in words."""
     from transformers.loss.loss_utils import ForCausalLMLoss
+
     from ts_core.registry import kernels
 
     if not kernels.has(KERNEL):
@@ -135,9 +136,7 @@ def _why_not(model: nn.Module, inputs: dict[str, Any]) -> str | None:
 
 
 @torch.no_grad()
-def _head_is_last(
-    model: nn.Module, inner: Any, head: nn.Linear, inputs: dict[str, Any]
-) -> bool:
+def _head_is_last(model: nn.Module, inner: Any, head: nn.Linear, inputs: dict[str, Any]) -> bool:
     """Run a few tokens: head input == last hidden state, and logits == head output."""
     tokens = inputs["input_ids"][:1, :_PROBE_TOKENS]
     training = model.training
@@ -168,7 +167,7 @@ def _decoder(inner: Any) -> Any:
 
 
 class _capture(AbstractContextManager[list[Tensor]]):
-    """Collects what `module` returns (its first tensor) while the block runs, inputs too if asked."""
+    """Collects what `module` returns while the block runs (and is given, with `inputs`)."""
 
     def __init__(self, module: Any, *, inputs: bool = False) -> None:
         self._module = module

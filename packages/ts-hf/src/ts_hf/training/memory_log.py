@@ -50,7 +50,13 @@ class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
             self.optimizer.accumulation_steps = args.gradient_accumulation_steps
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Add the numbers to what is logged, and to the history that was just written."""
         if model is None or logs is None:

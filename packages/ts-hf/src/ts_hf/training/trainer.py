@@ -44,7 +44,9 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         StateError: the model is already wrapped.
     """
 
-    def __init__(self, *args: Any, trainstream: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, trainstream: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         self._options = TrainerOptions.parse(trainstream)
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if isinstance(arguments, TrainingArguments):
@@ -62,6 +64,7 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         self._chunked = ChunkedLoss(self._options.loss_chunk_size, self.say)
         self._finite = FiniteGuard()
         self._early_events: list[str] = []
+        self.optimizer: Any
         super().__init__(*args, **kwargs)
         if arguments is None:
             check_arguments(self.args)
@@ -211,7 +214,9 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Nothing yet: the norm is known after the optimizer's step."""
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
         norm = None if self._streaming is None else self._streaming.last_grad_norm
         super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 

@@ -1,0 +1,1 @@
+"""The `trainstream finetune` command."""

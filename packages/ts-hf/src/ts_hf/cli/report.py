@@ -1,0 +1,142 @@
+"""What a finished run shows: a table, a plot, results.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from ts_hf.cli.history import History
+from ts_hf.sizes import format_bytes
+
+
+def memory_by_tier(model: Any, block_limit: int | None) -> dict[str, Any]:
+    """Bytes by tier of a wrapped model, from memory_report and the process."""
+    from ts_core import memory_report
+
+    report = memory_report(model)
+    params = report["params"]
+    return {
+        "device": report["gpu"],
+        "device_pool_by_tag": report["resident"],
+        "block_limit": block_limit,
+        "block_bytes": params["block_bytes"],
+        "paged_blocks": params["paged_blocks"],
+        "slots": params["slots"],
+        "slot_bytes": params["slot_bytes"],
+        "streamed_bytes": report["transfers"]["h2d"]["bytes"],
+        "pinned": report["pinned"],
+        "pinned_by_tag": report["pinned_by_tag"],
+        "host_state": report["optimizer"].get("host_state_bytes", 0),
+        "rss": psutil.Process().memory_info().rss,
+    }
+
+
+def print_report(console: Console, results: dict[str, Any], block_count: int) -> None:
+    """Loss before and after, speed, memory by tier."""
+    loss = results["held_out_loss"]
+    table = Table(title="Held-out loss", title_justify="left")
+    for column in ("", "loss", "perplexity"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for when in ("before", "after"):
+        table.add_row(when, f"{loss[when]:.4f}", f"{math.exp(min(loss[when], 700)):.2f}")
+    console.print(table)
+    console.print(_memory_table(results["memory"], block_count))
+    console.print(
+        f"{results['steps']} steps, {results['tokens_per_second']:,.0f} tokens/s, "
+        f"computed in {results['dtype']} on {results['device']}"
+    )
+
+
+def _memory_table(memory: dict[str, Any], block_count: int) -> Table:
+    table = Table(title="Memory by tier", title_justify="left")
+    table.add_column("tier")
+    table.add_column("bytes", justify="right")
+    table.add_column("what")
+    paged = len(memory["paged_blocks"])
+    limit = memory["block_limit"]
+    within = f" of a limit of {format_bytes(limit)}" if limit else ""
+    pool = memory["device_pool_by_tag"]
+    table.add_row(
+        "decoder layers",
+        format_bytes(memory["block_bytes"]),
+        f"{block_count} layers as stored: {block_count - paged} stay on the device, {paged} stream",
+    )
+    table.add_row(
+        "device pool",
+        format_bytes(sum(pool.values())),
+        f"resident layers and {memory['slots']} slots of {format_bytes(memory['slot_bytes'])}"
+        f"{within}",
+    )
+    table.add_row("device peak", format_bytes(memory["device"]["peak_allocated"]), "most in use")
+    table.add_row("pinned", format_bytes(memory["pinned"]), "host memory that crosses the link")
+    table.add_row("host state", format_bytes(memory["host_state"]), "moments, gradients")
+    table.add_row("process", format_bytes(memory["rss"]), "resident set, all of the above on a CPU")
+    table.add_row("streamed", format_bytes(memory["streamed_bytes"]), "host to device, whole run")
+    return table
+
+
+def plot_run(history: History, held_out: dict[str, float], steps: int, file: Path) -> None:
+    """Loss and memory over the steps, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    top.plot(*history.series("loss"), color="tab:blue", marker=".", label="training")
+    points = [(0, held_out.get("before")), (steps, held_out.get("after"))]
+    shown = [(step, value) for step, value in points if value is not None]
+    if shown:
+        top.plot(
+            [step for step, _ in shown],
+            [value for _, value in shown],
+            "--o",
+            color="tab:red",
+            label="held out",
+        )
+        for step, value in shown:
+            place = (8, 6) if step == 0 else (-8, 8)
+            top.annotate(
+                f"{value:.3f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=place,
+                ha="left" if step == 0 else "right",
+                color="tab:red",
+            )
+    top.set_ylabel("loss (nats per token)")
+    top.legend()
+    top.grid(alpha=0.3)
+    for name, label in (
+        ("rss_gb", "process (RSS)"),
+        ("ts_vram_peak_gb", "device pool, peak"),
+        ("ts_vram_alloc_gb", "device pool"),
+        ("ts_pinned_gb", "pinned"),
+        ("ts_host_state_gb", "host state"),
+    ):
+        step_values, values = history.series(name)
+        if any(values):
+            bottom.plot(step_values, [value * 1e9 / 2**20 for value in values], label=label)
+    bottom.set_yscale("log")
+    bottom.set_ylabel("memory (MiB, log scale)")
+    bottom.set_xlabel("step")
+    bottom.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    bottom.grid(alpha=0.3, which="both")
+    temporary = file.with_name(f".{file.name}.partial")
+    figure.savefig(temporary, dpi=130, format="png")
+    os.replace(temporary, file)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write `content` so that `file` is always a whole one."""
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, file)

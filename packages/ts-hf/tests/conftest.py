@@ -1,0 +1,186 @@
+"""Tiny models and data for the tests of ts_hf."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VOCABULARY = 256
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars; a Trainer's change of the log level does not outlive its test."""
+    import transformers.utils.logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    yield
+    hf_logging.set_verbosity(level)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate_state() -> Iterator[None]:
+    """accelerate keeps process-wide state, mixed precision included."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def tiny_config() -> Callable[..., Any]:
+    """tiny_config("llama", **changes): a transformers config of a few thousand values."""
+
+    def make(family: str, **changes: Any) -> Any:
+        import transformers
+
+        common: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        llama_like = {
+            **common,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        if family == "gpt2":
+            fields = {**common, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+            return transformers.GPT2Config(**{**fields, **changes})
+        if family == "mixtral":
+            fields = {**llama_like, "num_local_experts": 12, "num_hidden_layers": 2}
+            return transformers.MixtralConfig(**{**fields, **changes})
+        if family == "gemma2":
+            fields = {**llama_like, "head_dim": 16}
+            return transformers.Gemma2Config(**{**fields, **changes})
+        if family == "qwen2":
+            return transformers.Qwen2Config(**{**llama_like, **changes})
+        assert family == "llama"
+        return transformers.LlamaConfig(**{**llama_like, **changes})
+
+    return make
+
+
+@pytest.fixture
+def tiny_model(tiny_config: Callable[..., Any]) -> Callable[..., Any]:
+    """tiny_model("llama", seed=0, **changes): an ordinary transformers model with random weights."""
+
+    def make(family: str, *, seed: int = 0, **changes: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(tiny_model: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """checkpoint("llama", shards=True, **changes): a saved tiny model's folder."""
+
+    def make(family: str = "llama", *, shards: bool = False, **changes: Any) -> Path:
+        folder = tmp_path / f"{family}-{'sharded' if shards else 'single'}"
+        size = "60KB" if shards else "5GB"
+        tiny_model(family, **changes).save_pretrained(folder, max_shard_size=size)
+        assert (folder / "model.safetensors.index.json").exists() == shards
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def token_rows() -> Callable[..., list[dict[str, torch.Tensor]]]:
+    """token_rows(count, length, seed=0): rows of random tokens with labels."""
+
+    def make(count: int, length: int, *, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for _ in range(count):
+            ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
+            rows.append({"input_ids": ids, "labels": ids.clone()})
+        return rows
+
+    return make
+
+
+@pytest.fixture
+def training_arguments(tmp_path: Path) -> Callable[..., Any]:
+    """training_arguments(**changes): TrainingArguments for the CPU that print and report nothing."""
+
+    def make(**changes: Any) -> Any:
+        from transformers import TrainingArguments
+
+        fields: dict[str, Any] = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 6,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "log_level": "error",
+        }
+        return TrainingArguments(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def lora() -> Callable[..., Any]:
+    """lora(model, seed=0, **changes): the model with PEFT LoRA; skips where peft is missing."""
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+
+    def make(model: Any, *, seed: int = 0, **changes: Any) -> Any:
+        torch.manual_seed(seed)
+        fields: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**{**fields, **changes}))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():  # B starts at zero, which would hide errors in A's gradient
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        return adapted
+
+    return make
+
+
+@pytest.fixture
+def codec() -> str:
+    """The name of a quantizing codec; skips where ts-quant is not installed."""
+    from ts_core.registry import codecs
+
+    if not codecs.has("nf4"):
+        pytest.skip("no codec is installed (ts-quant)")
+    return "nf4"
+
+
+@pytest.fixture
+def edit_header() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
+    """edit_header(file, change): rewrite a safetensors file's header, leaving the data."""
+
+    def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+        raw = file.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        made = json.dumps(header).encode()
+        file.write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + length :])
+
+    return edit

@@ -1,0 +1,378 @@
+"""load_model against from_pretrained, and every way in which a checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ts_hf
+from ts_core.errors import (
+    DataError,
+    NotAvailableError,
+    OptionError,
+    OutOfBudgetError,
+    UnknownPluginError,
+)
+from ts_hf import loading
+
+FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "gemma2"]
+
+
+def _same_state(one: Any, other: Any) -> None:
+    a, b = one.state_dict(), other.state_dict()
+    assert list(a) == list(b)
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+    buffers = dict(other.named_buffers())
+    for name, buffer in one.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_from_pretrained(
+    family: str, dtype: torch.dtype, checkpoint: Callable[..., Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint(family)
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = ts_hf.load_model(folder, quantize=None, dtype=dtype)
+    _same_state(wanted, model)
+    assert not model.training and model.config.dtype == dtype
+    assert type(model) is type(wanted)
+    ids = torch.randint(0, 256, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, wanted(ids).logits)
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), wanted.named_parameters(), strict=True
+    ):
+        assert ours.requires_grad == theirs.requires_grad, name
+        assert ours.is_contiguous() and not ours.is_meta
+
+
+def test_sharded(checkpoint: Callable[..., Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint("llama", shards=True)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    _same_state(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        ts_hf.load_model(folder, quantize="none", dtype=torch.float32),
+    )
+
+
+def test_tied_embeddings_stay_tied(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model = ts_hf.load_model(folder, quantize=None)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    # A checkpoint that stores the head only, or both, or both and different.
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    save_file({**tensors, "lm_head.weight": embedding}, file, metadata={"format": "pt"})
+    model = ts_hf.load_model(folder, quantize=None, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, embedding)
+    both = {**tensors, "lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
+    save_file(both, file, metadata={"format": "pt"})
+    model = ts_hf.load_model(folder, quantize=None, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    both["lm_head.weight"] += 1
+    save_file(both, file, metadata={"format": "pt"})
+    model = ts_hf.load_model(folder, quantize=None, dtype=torch.float32)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, embedding + 1)
+    assert any("differ in the checkpoint" in line for line in model.trainstream_load.events)
+
+
+def test_quantized_while_reading(checkpoint: Callable[..., Path], codec: str) -> None:
+    from ts_core.registry import codecs
+
+    folder = checkpoint("llama", shards=True, tie_word_embeddings=True)
+    plain = ts_hf.load_model(folder, quantize=None, dtype=torch.bfloat16)
+    model = ts_hf.load_model(folder, quantize=codec, dtype=torch.bfloat16, quant_block_size=32)
+    quantized = set()
+    for name, parameter in model.named_parameters():
+        reference = plain.get_parameter(name)
+        assert not parameter.requires_grad
+        assert parameter.shape == reference.shape and parameter.dtype == torch.bfloat16
+        if hasattr(parameter, "dequantize") and hasattr(parameter, "__tensor_flatten__"):
+            quantized.add(name)
+            wanted = codecs.get(codec).encode(reference.detach(), block_size=32)
+            assert torch.equal(parameter.dequantize(), wanted.dequantize())
+        else:
+            assert torch.equal(parameter, reference)
+    linear = {f"{n}.weight" for n, m in plain.model.layers.named_modules() if hasattr(m, "in_features")}
+    assert quantized == {f"model.layers.{name}" for name in linear}
+    assert model.trainstream_load.quantized_tensors == len(quantized) == 4 * 7
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.randint(0, 256, (1, 7))
+    with torch.no_grad():
+        assert torch.isfinite(model(ids).logits).all()
+
+
+def test_hub_id_from_the_cache(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline, a hub id is read from huggingface_hub's cache; one that is not there is refused."""
+    import huggingface_hub.constants as hub
+
+    folder = checkpoint("llama", shards=True)
+    revision = "0123456789012345678901234567890123456789"
+    repo = tmp_path / "cache" / "models--owner--tiny"
+    shutil.copytree(folder, repo / "snapshots" / revision)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    model = ts_hf.load_model("owner/tiny", quantize=None)
+    assert model.num_parameters() > 0
+    with pytest.raises(DataError, match=r"'owner/other'.*could not be fetched"):
+        ts_hf.load_model("owner/other")
+
+
+# -- damaged and wrong checkpoints --------------------------------------------------------------
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(NORM), f"no tensor for '{NORM}'; 1 of the"),
+        (lambda t: t.update({"model.extra.weight": torch.ones(2)}), "'model.extra.weight' has no"),
+        (lambda t: t.update({NORM: torch.ones(65)}), rf"'{NORM}'.*shape \[65\].*has \[64\]"),
+        (lambda t: t.update({NORM: torch.ones(64, 1)}), rf"'{NORM}'.*shape \[64, 1\]"),
+    ],
+)
+def test_wrong_tensors(
+    change: Callable[..., Any], words: str, checkpoint: Callable[..., Path]
+) -> None:
+    folder = checkpoint("llama")
+    _rewrite(folder, change)
+    with pytest.raises(DataError, match=words) as caught:
+        ts_hf.load_model(folder, quantize=None)
+    assert str(folder) in str(caught.value)
+
+
+def test_missing_shard(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama", shards=True)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name, shard = sorted(index["weight_map"].items())[5]
+    (folder / shard).unlink()
+    with pytest.raises(DataError, match=f"{shard} does not exist"):
+        ts_hf.load_model(folder)
+    del name
+
+
+def test_truncated_shard(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama", shards=True)
+    shard = sorted(folder.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(DataError, match=rf"{shard.name} is truncated: tensor 'model\."):
+        ts_hf.load_model(folder)
+
+
+def test_index_that_lies(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama", shards=True)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    name = next(iter(index["weight_map"]))
+    other = next(f for f in index["weight_map"].values() if f != index["weight_map"][name])
+    right = dict(index["weight_map"])
+    index["weight_map"][name] = other
+    file.write_text(json.dumps(index))
+    with pytest.raises(DataError, match=f"does not contain tensor '{name}'"):
+        ts_hf.load_model(folder)
+    index["weight_map"] = {**right, name: "../other.safetensors"}
+    file.write_text(json.dumps(index))
+    with pytest.raises(DataError, match="must be a file of the same"):
+        ts_hf.load_model(folder)
+    file.write_text("{")
+    with pytest.raises(DataError, match="is not a safetensors index"):
+        ts_hf.load_model(folder)
+
+
+def test_values_that_cannot_be_quantized(checkpoint: Callable[..., Path], codec: str) -> None:
+    folder = checkpoint("llama")
+    name = "model.layers.2.mlp.up_proj.weight"
+    _rewrite(folder, lambda tensors: tensors[name].view(-1)[3:4].fill_(float("nan")))
+    with pytest.raises(DataError, match=name):
+        ts_hf.load_model(folder, quantize=codec)
+
+
+def test_conversion_that_cannot_work(checkpoint: Callable[..., Path]) -> None:
+    """A mixture-of-experts checkpoint that lacks one expert's matrix."""
+    folder = checkpoint("mixtral")
+    name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+    _rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(DataError, match=r"experts"):
+        ts_hf.load_model(folder, quantize=None)
+
+
+def test_two_names_for_one_tensor(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama")
+    _rewrite(folder, lambda tensors: tensors.update({"norm.weight": torch.ones(64)}))
+    with pytest.raises(DataError, match=r"both\s+stand for 'model\.norm\.weight'"):
+        ts_hf.load_model(folder, quantize=None)
+
+
+def test_keys_without_the_base_prefix(checkpoint: Callable[..., Path]) -> None:
+    """Saved from the base model: names lack 'model.'; the head is tied."""
+    folder = checkpoint("llama", tie_word_embeddings=True)
+    wanted = ts_hf.load_model(folder, quantize=None)
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    _same_state(wanted, ts_hf.load_model(folder, quantize=None))
+
+
+def test_old_rotary_buffers_are_ignored(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama")
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    _rewrite(folder, lambda tensors: tensors.update(old))
+    assert ts_hf.load_model(folder, quantize=None).num_parameters() > 0
+
+
+def test_no_weights_or_only_a_pickle(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DataError, match="holds no weights"):
+        ts_hf.load_model(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(DataError, match=r"pytorch_model\.bin, a pickle"):
+        ts_hf.load_model(folder)
+
+
+def test_folder_and_config_errors(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no folder '/no/such/place'"):
+        ts_hf.load_model("/no/such/place")
+    (tmp_path / "a-file").write_text("x")
+    with pytest.raises(DataError, match="is a file"):
+        ts_hf.load_model(tmp_path / "a-file")
+    folder = checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "llamma9"}))
+    with pytest.raises(DataError, match=r"config\.json.*architecture 'llamma9'"):
+        ts_hf.load_model(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
+    with pytest.raises(DataError, match="no causal language model can be made for .*'vit'"):
+        ts_hf.load_model(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json"):
+        ts_hf.load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(DataError, match=r"no config\.json"):
+        ts_hf.load_model(folder)
+
+
+def test_stored_quantized_is_not_built_yet(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotAvailableError, match="bitsandbytes"):
+        ts_hf.load_model(folder)
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def test_config_overrides(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("llama")
+    model = ts_hf.load_model(
+        folder, quantize=None, rms_norm_eps=1e-3, attn_implementation="eager"
+    )
+    assert model.model.norm.variance_epsilon == 1e-3
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(OptionError, match="Did you mean 'rms_norm_eps'"):
+        ts_hf.load_model(folder, rms_norm_epz=1)
+    with pytest.raises(DataError, match=r"shape \[256, 64\].*has \[256, 128\]"):
+        ts_hf.load_model(folder, quantize=None, hidden_size=128)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("keep_precise", 0.05),
+        ("keep_precise", "auto"),
+        ("error_rank", 8),
+        ("error_iters", 2),
+        ("double_quant", True),
+        ("disk_offload", "/tmp/x"),
+    ],
+)
+def test_not_built_yet(option: str, value: Any, checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(NotAvailableError, match=option):
+        ts_hf.load_model(checkpoint("llama"), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("quantize", True),
+        ("quantize", 4),
+        ("dtype", "bfloat16"),
+        ("dtype", torch.int8),
+        ("quant_block_size", 7),
+        ("quant_block_size", 0),
+        ("quant_block_size", True),
+        ("ram_fraction", 0),
+        ("ram_fraction", 1.5),
+        ("ram_fraction", True),
+    ],
+)
+def test_values_not_accepted(option: str, value: Any, checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(OptionError, match=option):
+        ts_hf.load_model(checkpoint("llama"), **{option: value})
+
+
+def test_unknown_codec_names_the_installed_ones(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UnknownPluginError, match="nf5"):
+        ts_hf.load_model(checkpoint("llama"), quantize="nf5")
+
+
+def test_auto_takes_the_most_precise_that_fits(
+    checkpoint: Callable[..., Path], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ts_core.registry import codecs
+
+    folder = checkpoint("llama")
+    plain = ts_hf.load_model(folder, quantize=None).trainstream_load.total_bytes
+    order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
+    sizes = {
+        name: ts_hf.load_model(folder, quantize=name).trainstream_load.total_bytes
+        for name in order
+    }
+
+    def chosen(free: int, **options: Any) -> Any:
+        monkeypatch.setattr(loading, "ram_available_bytes", lambda: free)
+        return ts_hf.load_model(folder, **options).trainstream_load
+
+    assert chosen(2 * plain, ram_fraction=0.5).quantize is None
+    assert chosen(2 * plain - 3000, ram_fraction=0.5).quantize == order[0]
+    last = order[-1]
+    found = chosen(sizes[last] + 1000, ram_fraction=1.0)
+    assert found.quantize == last and any("quantize='auto'" in line for line in found.events)
+    with pytest.raises(OutOfBudgetError, match=rf"{last} [\d.]+ KiB"):
+        chosen(sizes[last] - 2000, ram_fraction=1.0)
+    with pytest.raises(OutOfBudgetError, match="in full precision, but only"):
+        chosen(plain - 3000, quantize=None)
+    with pytest.raises(OutOfBudgetError, match=f"in {last}, but only"):
+        chosen(sizes[last] - 2000, quantize=last)
