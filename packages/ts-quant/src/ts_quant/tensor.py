@@ -77,8 +77,8 @@ class QuantTensor(torch.Tensor):
         """Values per scale."""
         return self._spec.block_size
 
-    @property  # type: ignore[override]
-    def nbytes(self) -> int:
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the stored buffers, scales included."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
@@ -86,9 +86,7 @@ class QuantTensor(torch.Tensor):
         """The inner tensors, as they are now."""
         return tuple(getattr(self, name) for name in codec_named(self._spec.codec).buffer_names)
 
-    def dequantize(
-        self, dtype: torch.dtype | None = None, out: Tensor | None = None
-    ) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The weight as an ordinary tensor.
 
         Each value is computed in fp32 and rounded once to the output's dtype. Runs on the current

@@ -1,0 +1,52 @@
+"""What importing the package does, and what it offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import ts_quant
+
+PROBE = """
+import sys
+import torch
+before = set(sys.modules)
+import ts_quant
+q = ts_quant.quantize(torch.randn(8, 64), "nf4")
+q.dequantize()
+torch.nn.functional.linear(torch.randn(2, 64, requires_grad=True), q).sum().backward()
+assert not torch.cuda.is_initialized()
+loaded = {name.split(".")[0] for name in sys.modules}
+for other in ("triton", "ts_core", "ts_kernels", "ts_hf", "ts_bench", "bitsandbytes", "peft"):
+    assert other not in loaded, other
+print("clean")
+"""
+
+
+def test_import_and_use_on_a_cpu_load_neither_triton_nor_siblings_nor_cuda() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "clean"
+
+
+def test_all_names_what_is_exported() -> None:
+    public = {
+        name
+        for name, value in vars(ts_quant).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("ts_quant")
+    }
+    assert public == set(ts_quant.__all__)
+    for name in ts_quant.__all__:
+        assert getattr(ts_quant, name).__doc__
+
+
+def test_errors_are_one_tree() -> None:
+    for name in ts_quant.__all__:
+        value = getattr(ts_quant, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, ts_quant.QuantError)
+    assert issubclass(ts_quant.NotAvailableError, ValueError)
+    assert not issubclass(ts_quant.NotAvailableError, NotImplementedError)
+    assert issubclass(ts_quant.FrozenWeightError, RuntimeError)
