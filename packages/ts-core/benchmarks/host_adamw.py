@@ -18,6 +18,7 @@ import torch
 
 from ts_core import _native
 
+PAUSE_S = 0.05
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -81,6 +82,9 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(arguments.rounds + 2):  # the first two warm up
         for name, (step, _) in runs.items():
+            # torch's OpenMP threads spin for a while after their work and would take cores from
+            # whoever is measured next.
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             step()
             if round_index >= 2:

@@ -31,11 +31,11 @@ LOCK_WAIT_S = 600.0
 # Instructions beyond the target's baseline, for these files alone; the rest of the module runs on
 # any machine of the architecture, and the level is chosen at run time.
 _X86_FLAGS = {
-    "kernels_avx2.cpp": ["-mavx2", "-mf16c"],
-    "kernels_avx512.cpp": ["-mavx2", "-mf16c", "-mavx512f"],
+    "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "kernels_avx512.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavx512f"],
 }
 _MSVC_X86_FLAGS = {"kernels_avx2.cpp": ["/arch:AVX2"], "kernels_avx512.cpp": ["/arch:AVX512"]}
-# No fused multiply-add: every SIMD level must give the same bits.
+# No fused multiply-add of the compiler's choice: every SIMD level must give the same bits.
 _GNU_FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
     "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno",

@@ -243,8 +243,8 @@ def adamw_step(
         p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     The factors are computed in double and rounded once to fp32; the elements in fp32, with one
-    rounding per operation (no fused multiply-add) and subnormal numbers kept. Any number of threads
-    and any SIMD level give the same bits.
+    rounding per operation (the lerp is one fused multiply-add, as in torch) and subnormal numbers
+    kept. Any number of threads and any SIMD level give the same bits.
 
     Args:
         param_ptr: the parameter, `param_dtype` ("float32", "bfloat16" or "float16").

@@ -29,12 +29,12 @@ AdamWScalars scalars(const AdamWOptions& options) {
   AdamWScalars s;
   s.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
   s.grad_scale = static_cast<float>(options.grad_scale);
-  s.lerp_weight = static_cast<float>(weight);
-  s.one_minus_lerp = static_cast<float>(1.0 - weight);
-  s.lerp_from_start = weight < 0.5;
+  s.lerp_from_m = weight < 0.5;
+  s.lerp_factor = static_cast<float>(weight) - (s.lerp_from_m ? 0.0f : 1.0f);
   s.beta2 = static_cast<float>(options.beta2);
   s.one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
-  s.inverse_correction = static_cast<float>(1.0 / std::sqrt(correction2));
+  s.correction2 = static_cast<float>(std::sqrt(correction2));
+  s.correction2_inverse = static_cast<float>(1.0 / static_cast<double>(s.correction2));
   s.eps = static_cast<float>(options.eps);
   s.step_size = static_cast<float>(options.lr / correction1);
   return s;

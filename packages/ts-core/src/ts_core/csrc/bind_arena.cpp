@@ -4,6 +4,7 @@
 
 #include "arena.h"
 #include "arguments.h"
+#include "gil.h"
 #include "platform.h"
 
 namespace py = pybind11;
@@ -20,7 +21,7 @@ std::string py_add_slab(Arena& arena, long long bytes, bool pin, int device,
                                 std::to_string(platform::page_bytes()));
   }
   const int threads = checked_threads(touch_threads);
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return arena.add_slab({count, pin, device, threads, release_when_free});
 }
 
@@ -67,8 +68,8 @@ void bind_arena(py::module_& m) {
       .def(py::init([] { return std::make_shared<Arena>(); }))
       .def("carve", &py_carve)
       .def("add_slab", &py_add_slab)
-      .def("pin_slabs", &Arena::pin_slabs, py::call_guard<py::gil_scoped_release>())
-      .def("trim", &Arena::trim, py::call_guard<py::gil_scoped_release>())
+      .def("pin_slabs", &Arena::pin_slabs, py::call_guard<GilReleased>())
+      .def("trim", &Arena::trim, py::call_guard<GilReleased>())
       .def("stats", &py_stats);
 }
 

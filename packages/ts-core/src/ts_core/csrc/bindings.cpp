@@ -11,6 +11,7 @@
 #include "dispatch.h"
 #include "driver.h"
 #include "event_wait.h"
+#include "gil.h"
 #include "grad_stats.h"
 #include "thread_pool.h"
 #include "version.h"
@@ -26,7 +27,7 @@ void py_copy_bytes(Address to, Address from, long long bytes, long long threads)
   const std::size_t count = checked_count("nbytes", bytes, 1);
   check_ranges({{"dst_ptr", to, count}, {"src_ptr", from, count}});
   const int wanted = checked_threads(threads);
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   copy_bytes(pointer<void>(to), pointer<const void>(from), count, wanted);
 }
 
@@ -50,7 +51,7 @@ void py_adamw_step(Address param, const std::string& param_dtype, Address grad,
                              pointer<const void>(grad),  grad_type,
                              pointer<float>(exp_avg),    pointer<float>(exp_avg_sq),
                              pointer<float>(master),     count};
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   adamw_step(tensors, options, wanted);
 }
 
@@ -61,7 +62,7 @@ py::tuple py_grad_stats(Address grad, const std::string& dtype, long long n, lon
   const int wanted = checked_threads(threads);
   GradStats stats{};
   {
-    const py::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     stats = grad_stats(pointer<const void>(grad), type, count, wanted);
   }
   return py::make_tuple(stats.sum_of_squares, stats.nonfinite);
@@ -79,12 +80,12 @@ bool py_wait_event(Address event, int device, double timeout_s) {
   check_event(event);
   constexpr std::int64_t kSliceUs = 50000;
   std::int64_t left_us = timeout_s < 0 ? -1 : static_cast<std::int64_t>(timeout_s * 1e6);
-  for (;;) {
+  for (bool resumed = false;; resumed = true) {
     const std::int64_t slice_us = left_us < 0 || left_us > kSliceUs ? kSliceUs : left_us;
     bool done = false;
     {
-      const py::gil_scoped_release unlocked;
-      done = wait_event_for(event, device, slice_us);
+      const GilReleased unlocked;
+      done = wait_event_for(event, device, slice_us, resumed);
     }
     if (done) return true;
     if (left_us >= 0 && (left_us -= slice_us) <= 0) return false;
@@ -94,7 +95,7 @@ bool py_wait_event(Address event, int device, double timeout_s) {
 
 bool py_event_done(Address event, int device) {
   check_event(event);
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   const driver::ContextGuard context(device);
   return driver::event_done(event);
 }
@@ -132,12 +133,12 @@ py::tuple py_event_wait() {
 std::string py_register_memory(Address address, long long bytes, int device) {
   const std::size_t count = checked_count("nbytes", bytes, 1);
   check_range({"ptr", address, count});
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return driver::register_memory(pointer<void>(address), count, device);
 }
 
 std::string py_unregister_memory(Address address, int device) {
-  const py::gil_scoped_release unlocked;
+  const GilReleased unlocked;
   return driver::unregister_memory(pointer<void>(address), device);
 }
 
@@ -170,12 +171,13 @@ PYBIND11_MODULE(_host, m) {
   m.def("override_usable_cores", &override_usable_cores);
   m.def("pool_threads", &pool_threads);
   m.def("shutdown_pool", [] {
-    const py::gil_scoped_release unlocked;
+    const GilReleased unlocked;
     shutdown_pool();
   });
 
   m.def("driver_unavailable_reason", &driver::unavailable_reason,
-        py::call_guard<py::gil_scoped_release>());
+        py::call_guard<GilReleased>());
+  m.def("use_driver_library", &driver::use_library);
   m.def("driver_version", &driver::version);
   m.def("driver_devices", &py_driver_devices);
   m.def("wait_event", &py_wait_event);

@@ -2,8 +2,8 @@
 
 #include <atomic>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 #include "platform.h"
@@ -13,31 +13,56 @@ namespace {
 
 std::atomic<int> overridden_cores{0};
 
-std::string first_line(const std::string& path) {
-  std::ifstream file(path);
+// C's file functions, not iostreams: in a process that holds several copies of libstdc++ (as with
+// some torch builds) a stream's locale may come from the other copy, which crashes.
+std::vector<std::string> lines_of(const std::string& path) {
+  std::vector<std::string> lines;
+  std::FILE* file = std::fopen(path.c_str(), "r");
+  if (file == nullptr) return lines;
   std::string line;
-  std::getline(file, line);
-  return line;
+  for (int character = std::fgetc(file); character != EOF; character = std::fgetc(file)) {
+    if (character == '\n') {
+      lines.push_back(line);
+      line.clear();
+    } else {
+      line += static_cast<char>(character);
+    }
+  }
+  if (!line.empty()) lines.push_back(line);
+  std::fclose(file);
+  return lines;
+}
+
+std::string first_line(const std::string& path) {
+  const std::vector<std::string> lines = lines_of(path);
+  return lines.empty() ? std::string() : lines.front();
+}
+
+// Reads one number at `text` and moves past it; 0 when there is none.
+double number_at(const char*& text) {
+  char* end = nullptr;
+  const double value = std::strtod(text, &end);
+  text = end;
+  return std::isfinite(value) ? value : 0;
 }
 
 // "max 100000" or "150000 100000" (v2's cpu.max); 0 when there is no quota or no such file.
 double quota_v2(const std::string& directory) {
-  std::istringstream words(first_line(directory + "/cpu.max"));
-  std::string quota;
-  double period = 0;
-  if (!(words >> quota >> period) || quota == "max" || period <= 0) return 0;
-  std::istringstream number(quota);
-  double value = 0;
-  return (number >> value) && value > 0 ? value / period : 0;
+  const std::string line = first_line(directory + "/cpu.max");
+  const char* text = line.c_str();
+  const double quota = number_at(text);
+  const double period = number_at(text);
+  return quota > 0 && period > 0 ? quota / period : 0;
 }
 
 // v1's pair of files; a quota of -1 means none.
 double quota_v1(const std::string& directory) {
-  std::istringstream quota_words(first_line(directory + "/cpu.cfs_quota_us"));
-  std::istringstream period_words(first_line(directory + "/cpu.cfs_period_us"));
-  double quota = 0;
-  double period = 0;
-  if (!(quota_words >> quota) || !(period_words >> period)) return 0;
+  const std::string quota_line = first_line(directory + "/cpu.cfs_quota_us");
+  const std::string period_line = first_line(directory + "/cpu.cfs_period_us");
+  const char* quota_text = quota_line.c_str();
+  const char* period_text = period_line.c_str();
+  const double quota = number_at(quota_text);
+  const double period = number_at(period_text);
   return quota > 0 && period > 0 ? quota / period : 0;
 }
 
@@ -58,22 +83,17 @@ void tighten_upwards(double& tightest, const std::string& mount, std::string pat
   tighten(tightest, read(mount));
 }
 
+// Whether a comma-separated list has `wanted`.
 bool lists(const std::string& controllers, const std::string& wanted) {
-  std::istringstream items(controllers);
-  std::string item;
-  while (std::getline(items, item, ',')) {
-    if (item == wanted) return true;
-  }
-  return false;
+  return ("," + controllers + ",").find("," + wanted + ",") != std::string::npos;
 }
 
 }  // namespace
 
 double cgroup_cpu_quota(const std::string& root) {
   double tightest = 0;
-  std::ifstream file(root + "/proc/self/cgroup");
-  std::string line;  // hierarchy:controllers:path
-  while (std::getline(file, line)) {
+  for (const std::string& line : lines_of(root + "/proc/self/cgroup")) {
+    // hierarchy:controllers:path
     const std::size_t first = line.find(':');
     const std::size_t second = line.find(':', first == std::string::npos ? first : first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;

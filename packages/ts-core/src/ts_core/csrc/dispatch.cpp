@@ -59,12 +59,13 @@ Features detect() {
   const Registers basic = cpuid(1, 0);
   const bool has_xgetbv = (basic.ecx & (1u << 27)) != 0;
   const bool has_f16c = (basic.ecx & (1u << 29)) != 0;
+  const bool has_fma = (basic.ecx & (1u << 12)) != 0;
   if (!has_xgetbv) return found;
   const std::uint64_t saved = saved_register_sets();
   const Registers extended = cpuid(7, 0);
   const bool ymm_saved = (saved & 0x6) == 0x6;
   const bool zmm_saved = (saved & 0xe6) == 0xe6;
-  found.avx2 = ymm_saved && has_f16c && (extended.ebx & (1u << 5)) != 0;
+  found.avx2 = ymm_saved && has_f16c && has_fma && (extended.ebx & (1u << 5)) != 0;
   found.avx512 = found.avx2 && zmm_saved && (extended.ebx & (1u << 16)) != 0;
   return found;
 }

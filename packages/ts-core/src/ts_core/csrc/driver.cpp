@@ -1,5 +1,6 @@
 #include "driver.h"
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -60,9 +61,14 @@ void resolve(Table& table, void* library, const char* symbol, Function& function
   }
 }
 
+std::string other_library;
+std::atomic<bool> was_opened{false};
+
 Table open_driver() {
+  was_opened.store(true);
   Table table{};
-  const char* name = platform::cuda_driver_library();
+  const char* name =
+      other_library.empty() ? platform::cuda_driver_library() : other_library.c_str();
   if (name == nullptr) {
     table.reason = "there is no CUDA driver for this system";
     return table;
@@ -131,6 +137,11 @@ Event as_event(std::uint64_t event) {
 }
 
 }  // namespace
+
+void use_library(const std::string& path) {
+  if (was_opened.load()) throw std::logic_error("the CUDA driver has been opened already");
+  other_library = path;
+}
 
 std::string unavailable_reason() { return opened().reason; }
 

@@ -15,6 +15,10 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Opens this library as the driver instead; for tests, which bring a made-up one. Throws
+// std::logic_error once a driver has been opened.
+void use_library(const std::string& path);
+
 // Empty when the driver can be used, else why it cannot.
 std::string unavailable_reason();
 

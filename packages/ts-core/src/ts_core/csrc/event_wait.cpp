@@ -26,7 +26,7 @@ void set_wait_settings(const WaitSettings& settings) {
   current_settings = settings;
 }
 
-bool wait_event_for(std::uint64_t event, int device, std::int64_t budget_us) {
+bool wait_event_for(std::uint64_t event, int device, std::int64_t budget_us, bool resumed) {
   using Clock = std::chrono::steady_clock;
   const WaitSettings settings = wait_settings();
   const driver::ContextGuard context(device);
@@ -40,7 +40,7 @@ bool wait_event_for(std::uint64_t event, int device, std::int64_t budget_us) {
     const std::int64_t waited_us =
         std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count();
     if (waited_us >= budget_us) return false;
-    if (settings.policy == WaitPolicy::poll && waited_us >= settings.spin_us) {
+    if (settings.policy == WaitPolicy::poll && (resumed || waited_us >= settings.spin_us)) {
       platform::sleep_us(static_cast<long>(
           std::min<std::int64_t>(settings.sleep_us, budget_us - waited_us)));
     }

@@ -23,7 +23,8 @@ WaitSettings wait_settings();
 void set_wait_settings(const WaitSettings& settings);
 
 // Waits at most `budget_us` (as long as it takes under WaitPolicy::block) and returns whether the
-// event is done. `device` names the primary context used when the thread has none.
-bool wait_event_for(std::uint64_t event, int device, std::int64_t budget_us);
+// event is done. `device` names the primary context used when the thread has none; `resumed` says
+// that this continues a wait, whose time for checking back to back is over.
+bool wait_event_for(std::uint64_t event, int device, std::int64_t budget_us, bool resumed);
 
 }  // namespace ts

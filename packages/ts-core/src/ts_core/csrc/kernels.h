@@ -1,8 +1,8 @@
 // The inner loops that exist once per SIMD level, behind tables of plain function pointers.
 //
-// Every level runs the same arithmetic in the same order: one fp32 rounding per operation, no fused
-// multiply-add, and sums of squares in 16 fp64 lanes where element i goes to lane i % 16. So all
-// levels give the same bits.
+// Every level runs the same arithmetic in the same order: one fp32 rounding per operation, a fused
+// multiply-add exactly where one is written (never by the compiler's choice), and sums of squares
+// in 16 fp64 lanes where element i goes to lane i % 16. So all levels give the same bits.
 //
 // The kernels_*.cpp files are compiled with instructions that the machine may lack. They include
 // no header with inline functions of external linkage (no C++ standard library), because the linker
@@ -17,12 +17,14 @@ namespace ts {
 struct AdamWScalars {
   float decay;            // 1 - lr * weight_decay
   float grad_scale;       // multiplies the gradient
-  float lerp_weight;      // 1 - beta1
-  float one_minus_lerp;   // beta1
-  bool lerp_from_start;   // lerp_weight < 0.5: m + w (g - m); else g - (g - m)(1 - w)
+  // m <- lerp(m, g, w) with w = 1 - beta1, from the nearer end: m + w (g - m) when w < 0.5, else
+  // g + (w - 1)(g - m).
+  float lerp_factor;
+  bool lerp_from_m;
   float beta2;
-  float one_minus_beta2;
-  float inverse_correction;  // 1 / sqrt(1 - beta2^step)
+  float one_minus_beta2;  // 1 - beta2
+  float correction2;          // sqrt(1 - beta2^step)
+  float correction2_inverse;  // 1 / correction2, of the fp32 value
   float eps;
   float step_size;        // lr / (1 - beta1^step)
 };

@@ -9,6 +9,8 @@
 
 #if defined(__GNUC__) || defined(__clang__)
 #define TS_SQRTF __builtin_sqrtf
+#define TS_FMAF __builtin_fmaf
 #else
 #define TS_SQRTF sqrtf
+#define TS_FMAF fmaf
 #endif

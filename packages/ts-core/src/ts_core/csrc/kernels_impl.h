@@ -1,8 +1,9 @@
 // The loops, written once against a vector type `V` and the scalar conversions of convert.h.
 //
 // `V` has kWidth lanes (a divisor of 16) and static functions load32/load_bf16/load_fp16,
-// store32/store_bf16/store_fp16, set1, add, sub, mul, div, sqrt and nonfinite (how many lanes are
-// infinite or NaN), and a nested type Squares: the 16 fp64 lanes of a sum of squares.
+// store32/store_bf16/store_fp16, set1, add, sub, mul, div, sqrt, fma (a b + c, rounded once),
+// first_if_nan(a, b, x) (a where x is NaN, else b) and nonfinite (how many lanes are infinite or
+// NaN), and a nested type Squares: the 16 fp64 lanes of a sum of squares.
 //
 // Included inside each kernels_*.cpp file's anonymous namespace (see kernels.h for the reason).
 
@@ -37,13 +38,23 @@ inline void store(typename Element<kDType>::Type* to, typename V::Register value
   }
 }
 
+// x / c for a divisor known beforehand, correctly rounded without the divider, which is what bounds
+// a core here: q = x inv(c), then one Newton step on the exact remainder (Markstein, "IA-64 and
+// Elementary Functions", 2000, ch. 8). Exact for finite x that are 0 or far from subnormal, unless
+// all significand bits of c are ones (then within 1 ulp); an infinite x keeps its q.
+template <typename V>
+inline typename V::Register divide(typename V::Register x, float c, float inverse) {
+  const auto q = V::mul(x, V::set1(inverse));
+  const auto remainder = V::fma(q, V::set1(-c), x);
+  return V::first_if_nan(q, V::fma(remainder, V::set1(inverse), q), remainder);
+}
+
 // One AdamW update of kWidth elements; Loshchilov & Hutter, "Decoupled Weight Decay
 // Regularization" (arXiv:1711.05101), in the order of operations of torch.optim.AdamW:
 //   p <- p (1 - lr wd);  m <- lerp(m, g, 1 - beta1);  v <- beta2 v + (1 - beta2) g g
 //   p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-// where dividing by sqrt(1 - beta2^t) is multiplying by its inverse: the divider, not memory, would
-// otherwise set the pace of few cores.
-template <typename V, int kParam, int kGrad, bool kMaster, bool kFromStart>
+// fp32 gives the bits of its fused CPU kernel where that uses fused multiply-add too.
+template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
 inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
                    const typename Element<kGrad>::Type* grad, float* exp_avg, float* exp_avg_sq,
                    float* master) {
@@ -52,14 +63,11 @@ inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
   auto m = V::load32(exp_avg);
   auto v = V::load32(exp_avg_sq);
   p = V::mul(p, V::set1(s.decay));
-  if constexpr (kFromStart) {
-    m = V::add(m, V::mul(V::set1(s.lerp_weight), V::sub(g, m)));
-  } else {
-    m = V::sub(g, V::mul(V::sub(g, m), V::set1(s.one_minus_lerp)));
-  }
-  v = V::add(V::mul(v, V::set1(s.beta2)), V::mul(V::mul(V::set1(s.one_minus_beta2), g), g));
+  // One rounding here matters: with two, twenty steps end up to 2 ulp from torch's result.
+  m = V::fma(V::set1(s.lerp_factor), V::sub(g, m), kFromM ? m : g);
+  v = V::fma(V::mul(V::set1(s.one_minus_beta2), g), g, V::mul(v, V::set1(s.beta2)));
   const auto denominator =
-      V::add(V::mul(V::sqrt(v), V::set1(s.inverse_correction)), V::set1(s.eps));
+      V::add(divide<V>(V::sqrt(v), s.correction2, s.correction2_inverse), V::set1(s.eps));
   p = V::sub(p, V::div(V::mul(V::set1(s.step_size), m), denominator));
   V::store32(exp_avg, m);
   V::store32(exp_avg_sq, v);
@@ -67,18 +75,21 @@ inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
   store<V, kParam>(param, p);
 }
 
-template <typename V, int kParam, int kGrad, bool kMaster, bool kFromStart>
-void adamw_loop(const AdamWScalars& s, const AdamWRange& r) {
+template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
+void adamw_loop(const AdamWScalars& scalars, const AdamWRange& range) {
+  // Copies, which no store to the tensors can alias, so that they stay in registers.
+  const AdamWScalars s = scalars;
+  const AdamWRange r = range;
   auto* param = static_cast<typename Element<kParam>::Type*>(r.param);
   const auto* grad = static_cast<const typename Element<kGrad>::Type*>(r.grad);
   std::size_t i = 0;
   for (; i + V::kWidth <= r.count; i += V::kWidth) {
-    update<V, kParam, kGrad, kMaster, kFromStart>(s, param + i, grad + i, r.exp_avg + i,
+    update<V, kParam, kGrad, kMaster, kFromM>(s, param + i, grad + i, r.exp_avg + i,
                                                   r.exp_avg_sq + i,
                                                   kMaster ? r.master + i : nullptr);
   }
   for (; i < r.count; ++i) {
-    update<Scalar, kParam, kGrad, kMaster, kFromStart>(s, param + i, grad + i, r.exp_avg + i,
+    update<Scalar, kParam, kGrad, kMaster, kFromM>(s, param + i, grad + i, r.exp_avg + i,
                                                        r.exp_avg_sq + i,
                                                        kMaster ? r.master + i : nullptr);
   }
@@ -86,7 +97,7 @@ void adamw_loop(const AdamWScalars& s, const AdamWRange& r) {
 
 template <typename V, int kParam, int kGrad, bool kMaster>
 void adamw(const AdamWScalars& s, const AdamWRange& r) {
-  if (s.lerp_from_start) {
+  if (s.lerp_from_m) {
     adamw_loop<V, kParam, kGrad, kMaster, true>(s, r);
   } else {
     adamw_loop<V, kParam, kGrad, kMaster, false>(s, r);

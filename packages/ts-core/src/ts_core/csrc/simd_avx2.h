@@ -1,4 +1,4 @@
-// Eight lanes: AVX2 and F16C.
+// Eight lanes: AVX2, FMA and F16C.
 //
 // Included inside kernels_avx2.cpp's anonymous namespace (see kernels.h for the reason).
 
@@ -22,9 +22,9 @@ struct Avx2 {
         _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
-    const __m256i packed = _mm256_packus_epi32(result, result);  // within each half
-    const __m256i ordered = _mm256_permute4x64_epi64(packed, 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(ordered));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(result),
+                                            _mm256_extracti128_si256(result, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
   }
   static void store_fp16(std::uint16_t* to, __m256 value) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
@@ -37,6 +37,10 @@ struct Avx2 {
   static __m256 mul(__m256 a, __m256 b) { return _mm256_mul_ps(a, b); }
   static __m256 div(__m256 a, __m256 b) { return _mm256_div_ps(a, b); }
   static __m256 sqrt(__m256 a) { return _mm256_sqrt_ps(a); }
+  static __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+  static __m256 first_if_nan(__m256 a, __m256 b, __m256 x) {
+    return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  }
   static unsigned nonfinite(__m256 a) {
     const __m256i exponent = _mm256_set1_epi32(0x7f800000);
     const __m256i same =

@@ -36,6 +36,10 @@ struct Avx512 {
   static __m512 mul(__m512 a, __m512 b) { return _mm512_mul_ps(a, b); }
   static __m512 div(__m512 a, __m512 b) { return _mm512_div_ps(a, b); }
   static __m512 sqrt(__m512 a) { return _mm512_sqrt_ps(a); }
+  static __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+  static __m512 first_if_nan(__m512 a, __m512 b, __m512 x) {
+    return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), a);
+  }
   static unsigned nonfinite(__m512 a) {
     const __m512i exponent = _mm512_set1_epi32(0x7f800000);
     unsigned mask = static_cast<unsigned>(_mm512_cmpeq_epi32_mask(

@@ -32,6 +32,12 @@ struct Neon {
   static float32x4_t mul(float32x4_t a, float32x4_t b) { return vmulq_f32(a, b); }
   static float32x4_t div(float32x4_t a, float32x4_t b) { return vdivq_f32(a, b); }
   static float32x4_t sqrt(float32x4_t a) { return vsqrtq_f32(a); }
+  static float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) {
+    return vfmaq_f32(c, a, b);
+  }
+  static float32x4_t first_if_nan(float32x4_t a, float32x4_t b, float32x4_t x) {
+    return vbslq_f32(vceqq_f32(x, x), b, a);
+  }
   static unsigned nonfinite(float32x4_t a) {
     const uint32x4_t exponent = vdupq_n_u32(0x7f800000);
     const uint32x4_t same = vceqq_u32(vandq_u32(vreinterpretq_u32_f32(a), exponent), exponent);

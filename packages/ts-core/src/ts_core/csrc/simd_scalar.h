@@ -19,6 +19,8 @@ struct Scalar {
   static float mul(float a, float b) { return a * b; }
   static float div(float a, float b) { return a / b; }
   static float sqrt(float a) { return TS_SQRTF(a); }
+  static float fma(float a, float b, float c) { return TS_FMAF(a, b, c); }
+  static float first_if_nan(float a, float b, float x) { return x != x ? a : b; }
   static unsigned nonfinite(float a) { return (bits_of(a) & 0x7f800000u) == 0x7f800000u; }
 
   struct Squares {
