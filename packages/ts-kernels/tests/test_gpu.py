@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ def _full_precision_matmul():
 def no_host_sync():
     """Any operation that would make the host wait for the device raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
@@ -162,7 +165,7 @@ def test_rms_norm_in_a_cuda_graph(cuda, train_weight):
 
     def step():
         y = ts_kernels.rms_norm(x, weight, 1e-5)
-        return y, *torch.autograd.grad(y, inputs, dy)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -179,6 +182,7 @@ def test_rms_norm_in_a_cuda_graph(cuda, train_weight):
     assert all(map(torch.equal, captured, step()))
 
 
+@pytest.mark.filterwarnings("ignore")  # inductor's own, which differ by version
 def test_rms_norm_compiled_by_inductor(cuda):
     x, weight = norm_inputs((64, 576), torch.bfloat16, torch.bfloat16, cuda)
 
@@ -294,7 +298,7 @@ def test_cross_entropy_in_a_cuda_graph(cuda):
 
     def step():
         loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, chunk_size=200)
-        return loss, *torch.autograd.grad(loss, hidden)
+        return loss.detach(), *torch.autograd.grad(loss, hidden)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -310,6 +314,7 @@ def test_cross_entropy_in_a_cuda_graph(cuda):
     assert all(map(torch.equal, captured, step()))
 
 
+@pytest.mark.filterwarnings("ignore")  # inductor's own, which differ by version
 def test_cross_entropy_compiled_by_inductor(cuda):
     hidden, weight, targets, _ = head_inputs(torch.bfloat16, cuda)
 
@@ -340,7 +345,7 @@ def test_peak_memory_is_far_below_the_logits(cuda, train_weight):
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before
     logits = 2 * rows * classes
-    gradients = 3 * 2 * rows * width + train_weight * (4 + 2) * classes * width
+    gradients = 3 * 2 * rows * width + train_weight * (4 + 4 + 2) * classes * width
     assert used <= 2 * (2 * chunk * classes) + gradients + 2**23
     assert used < logits / 10
 
@@ -362,7 +367,8 @@ def test_target_out_of_range_is_caught_on_the_device(cuda):
         [sys.executable, "-c", TARGET_OUT_OF_RANGE], capture_output=True, text=True, timeout=300
     )
     assert "raised" in done.stdout, done.stdout + done.stderr
-    assert "a target is outside [0, classes)" in done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert "a target is outside [0, classes)" in output, output
 
 
 def test_more_elements_than_32_bits_count(cuda):

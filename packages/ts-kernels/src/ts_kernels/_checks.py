@@ -62,22 +62,25 @@ def check_options(chunk_size: int, logit_softcap: float | None) -> None:
         raise ValueError(f"logit_softcap is {logit_softcap!r}; expected None or a number above 0.")
 
 
-def check_target_range(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Refuses targets outside [0, classes) that are not `ignore_index`.
+TARGET_MESSAGE = "ts_kernels: a target is outside [0, classes) and is not ignore_index"
 
-    On a CUDA device this is an assertion on the device, so that the host does not wait: the
-    message below is printed and the error surfaces at the next synchronization, as with torch's
-    own cross-entropy.
+
+def out_of_range(targets: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """[rows] bool: True where a target is neither a class nor `ignore_index`."""
+    return ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
+
+
+def check_target_range(targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Refuses targets [rows] outside [0, classes) that are not `ignore_index`.
+
+    Not on CUDA, where the host would have to wait: there the computation asserts it on the device.
 
     Raises:
-        ValueError: a target is out of range (tensors that are not on a CUDA device).
+        ValueError: a target is out of range.
     """
-    bad = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
     if targets.is_cuda:
-        torch._assert_async(
-            ~bad.any(), "ts_kernels: a target is outside [0, classes) and is not ignore_index"
-        )
         return
+    bad = out_of_range(targets, classes, ignore_index)
     if bool(bad.any()):
         position = int(bad.nonzero()[0, 0])
         raise ValueError(

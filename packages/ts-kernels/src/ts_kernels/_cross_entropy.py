@@ -4,7 +4,8 @@ The gradients are computed in the forward pass, chunk by chunk, while the chunk'
 three matmuls in all (two when the weight is frozen) where recomputing in backward takes four
 (three). They are kept unscaled, in place of `hidden`, which need not be saved; backward only
 multiplies them by the upstream gradient. What it costs, from the forward to the backward of the
-loss: N x D values of hidden's dtype, and V x D float32 values if the weight is trained.
+loss: N x D values of hidden's dtype, and V x D float32 values if the weight is trained (bf16 ones
+if all rows fit in one chunk and the weight is bf16).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain
+from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain, weight_grad_dtype
 from ts_kernels._library import define_op
 from ts_kernels._precision import compute_dtype, scaled, without_autocast
 
@@ -47,7 +48,8 @@ def _implementation(
     """(loss sum, then its gradients by hidden, weight and bias; a size of 0 if not wanted)."""
     wanted = Wanted(want_hidden, want_weight, want_bias)
     with without_autocast(hidden):
-        head = DenseHead(weight, bias, compute_dtype, wanted)
+        grad_dtype = weight_grad_dtype(compute_dtype, hidden.shape[0], chunk_size)
+        head = DenseHead(weight, bias, compute_dtype, wanted, grad_dtype)
         rows = walk_chunks(
             hidden,
             head,
@@ -61,8 +63,8 @@ def _implementation(
         return (
             rows.losses.sum(),
             none if rows.hidden_grad is None else rows.hidden_grad,
-            none.clone() if head.weight_grad is None else head.weight_grad,
-            none.clone() if head.bias_grad is None else head.bias_grad,
+            hidden.new_empty(0) if head.weight_grad is None else head.weight_grad,
+            hidden.new_empty(0) if head.bias_grad is None else head.bias_grad,
         )
 
 
@@ -80,10 +82,11 @@ def _fake(
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = _sum_dtype(compute_dtype)
+    grad_dtype = weight_grad_dtype(compute_dtype, hidden.shape[0], chunk_size)
     return (
         hidden.new_empty((), dtype=_sum_dtype(hidden.dtype)),
         hidden.new_empty(hidden.shape, dtype=compute_dtype) if want_hidden else hidden.new_empty(0),
-        weight.new_empty(weight.shape, dtype=sums) if want_weight else hidden.new_empty(0),
+        weight.new_empty(weight.shape, dtype=grad_dtype) if want_weight else hidden.new_empty(0),
         weight.new_empty(weight.shape[:1], dtype=sums) if want_bias else hidden.new_empty(0),
     )
 
@@ -181,9 +184,8 @@ def _loss_sum(
     targets = targets.reshape(-1)
     wanted = wanted_gradients(hidden, weight, bias)
     if not is_plain(weight):
-        loss: Tensor = _SubclassCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            rows, weight, bias, targets, options, wanted
-        )
+        apply: Any = _SubclassCrossEntropy.apply
+        loss: Tensor = apply(rows, weight, bias, targets, options, wanted)
         return loss
     results = torch.ops.ts_kernels.linear_cross_entropy(
         rows, weight, bias, targets, *options, compute_dtype(hidden, weight), *wanted

@@ -33,28 +33,40 @@ def is_plain(weight: Tensor) -> bool:
     return isinstance(weight, FakeTensor)
 
 
+def weight_grad_dtype(compute_dtype: torch.dtype, rows: int, chunk_size: int) -> torch.dtype:
+    """The dtype in which a weight's unscaled gradient is held until backward.
+
+    Several chunks are summed in float32; the product of a single one is rounded anyway. fp16 could
+    overflow before it is scaled.
+    """
+    if rows <= chunk_size and compute_dtype == torch.bfloat16:
+        return compute_dtype
+    return torch.promote_types(compute_dtype, torch.float32)
+
+
 class DenseHead:
     """An ordinary weight [V, D] and bias [V], used in `compute_dtype`.
 
-    Weight and bias gradients are summed over the chunks in float32 (float64 for float64).
+    The weight's gradient is summed over the chunks in `grad_dtype`, the bias's in float32 (float64
+    for float64).
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, wanted: Wanted
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute_dtype: torch.dtype,
+        wanted: Wanted,
+        grad_dtype: torch.dtype = torch.float32,
     ) -> None:
         self._weight = weight.to(compute_dtype)
         self._bias = None if bias is None else bias.to(compute_dtype)
         self._dtype = compute_dtype
-        self._sum_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        self._grad_dtype = grad_dtype
         self._wanted = wanted
         self._hidden: Tensor | None = None
-        shape, device = weight.shape, weight.device
-        self.weight_grad = (
-            torch.zeros(shape, dtype=self._sum_dtype, device=device) if wanted.weight else None
-        )
-        self.bias_grad = (
-            torch.zeros(shape[0], dtype=self._sum_dtype, device=device) if wanted.bias else None
-        )
+        self._weight_grad: Tensor | None = None
+        self._bias_grad: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """A fresh [rows, V] in the compute dtype that the caller may overwrite."""
@@ -65,11 +77,40 @@ class DenseHead:
         """Adds the chunk's part to the sums and writes `hidden_grad` [rows, D]."""
         if hidden_grad is not None:
             torch.mm(logits_grad, self._weight, out=hidden_grad)
-        if self.weight_grad is not None:
+        if self._wanted.weight:
             assert self._hidden is not None
-            _add_product(self.weight_grad, logits_grad.t(), self._hidden)
-        if self.bias_grad is not None:
-            self.bias_grad += logits_grad.sum(dim=0, dtype=self._sum_dtype)
+            if self._weight_grad is None:
+                self._weight_grad = _product(logits_grad.t(), self._hidden, self._grad_dtype)
+            else:
+                _add_product(self._weight_grad, logits_grad.t(), self._hidden)
+        if self._wanted.bias:
+            wide = torch.promote_types(self._dtype, torch.float32)
+            part = logits_grad.sum(dim=0, dtype=wide)
+            self._bias_grad = part if self._bias_grad is None else self._bias_grad.add_(part)
+
+    @property
+    def weight_grad(self) -> Tensor | None:
+        """[V, D] sum over the chunks seen so far, zero for none; None if not wanted."""
+        if self._wanted.weight and self._weight_grad is None:
+            return torch.zeros_like(self._weight, dtype=self._grad_dtype)
+        return self._weight_grad
+
+    @property
+    def bias_grad(self) -> Tensor | None:
+        """[V] likewise."""
+        if self._wanted.bias and self._bias_grad is None:
+            wide = torch.promote_types(self._dtype, torch.float32)
+            return self._weight.new_zeros(self._weight.shape[0], dtype=wide)
+        return self._bias_grad
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right, rounded to `dtype` only."""
+    if left.dtype == dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

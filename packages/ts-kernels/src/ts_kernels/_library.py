@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 NAMESPACE = "ts_kernels"
-_LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_torch_library: Any = torch.library  # its functions are partly untyped
+_LIBRARY = _torch_library.Library(NAMESPACE, "DEF")
 
 
 def define_op(
@@ -33,10 +34,10 @@ def define_op(
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
     tags = (torch.Tag.pt2_compliant_tag,)
-    _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    _LIBRARY.define(schema, tags=tags)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _torch_library.register_fake(qualified, fake, lib=_LIBRARY)
+    _torch_library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
 def not_twice_differentiable(what: str, instead: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain
+from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain, weight_grad_dtype
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._precision import compute_dtype, without_autocast
 
@@ -64,7 +64,8 @@ def _backward_implementation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = Wanted(want_hidden, want_weight, want_bias)
     with without_autocast(hidden):
-        head = DenseHead(weight, bias, compute_dtype, wanted)
+        grad_dtype = weight_grad_dtype(compute_dtype, hidden.shape[0], chunk_size)
+        head = DenseHead(weight, bias, compute_dtype, wanted, grad_dtype)
         options = Options(chunk_size, ignore_index, softcap)
         rows = walk_chunks(
             hidden, head, weight.shape[0], targets, options, wanted, compute_dtype, grad.neg()
@@ -230,9 +231,8 @@ def sequence_logprobs(
             rows, weight, bias, flat, *options, compute_dtype(hidden, weight)
         )
     else:
-        tokens = _SubclassLogprobs.apply(  # type: ignore[no-untyped-call]
-            rows, weight, bias, flat, options
-        )
+        apply: Any = _SubclassLogprobs.apply
+        tokens = apply(rows, weight, bias, flat, options)
     sums = tokens.reshape(labels.shape).sum(dim=-1)
     if not average:
         return sums

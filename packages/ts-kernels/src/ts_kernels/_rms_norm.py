@@ -12,10 +12,10 @@ from torch import Tensor
 from ts_kernels._backend import on_device_of, use_triton
 from ts_kernels._library import define_op, not_twice_differentiable
 
-# The backward kernel holds whole rows in registers; wider rows take the PyTorch path.
-_WIDEST_BACKWARD = 32768
-# Rows of partial sums of a weight gradient; half as many for wide rows.
-_MOST_PROGRAMS = 512
+# The kernels hold whole rows in registers; wider rows take the PyTorch path.
+_WIDEST = 32768
+# Rows of partial sums of a weight gradient.
+_MOST_PROGRAMS = 256
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,7 +73,7 @@ def _stat_dtype(x: Tensor) -> torch.dtype:
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(y, rstd [...])."""
-    if x.numel() and use_triton(x, weight):
+    if x.numel() and x.shape[-1] <= _WIDEST and use_triton(x, weight):
         return _launch_forward(x, weight, eps)
     h = x.to(_stat_dtype(x))
     rstd = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
@@ -113,7 +113,7 @@ def _backward(
     """(dx, dw); a size of 0 if not wanted."""
     if (
         x.numel()
-        and x.shape[-1] <= _WIDEST_BACKWARD
+        and x.shape[-1] <= _WIDEST
         and use_triton(x, weight, dy)
         and (want_x or want_weight)
     ):
@@ -211,9 +211,8 @@ def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     rows, hidden = x2.shape
     width, height, vectorized = torch_reduction(rows, hidden)
     span = width * height * 4
-    steps = -(-hidden // span)
-    unroll = min(_next_power_of_2(steps), 8)
-    rows_per_program = max(1, 512 // span) if rows >= 2048 else 1
+    steps = _next_power_of_2(-(-hidden // span))
+    rows_per_program = max(1, 2048 // (steps * span)) if rows >= 2048 else 1
     with on_device_of(x):
         rms_norm_forward_kernel[(-(-rows // rows_per_program),)](
             x2,
@@ -226,42 +225,64 @@ def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
             float(eps),
             HIDDEN=hidden,
             ROWS=rows_per_program,
+            STEPS=steps,
             WIDTH=width,
             HEIGHT=height,
             VECTORIZED=vectorized,
             LOG_WIDTH=width.bit_length() - 1,
             LOG_HEIGHT=height.bit_length() - 1,
-            STEPS=steps,
-            UNROLL=unroll,
-            num_warps=max(1, min(8, span * rows_per_program // 512)),
+            num_warps=max(1, min(32, rows_per_program * steps * span // 1024)),
             enable_fp_fusion=False,
         )
     return y, rstd
 
 
+class BackwardPlan(NamedTuple):
+    """How the backward kernel walks [rows, hidden]; a matter of the shape alone."""
+
+    block: int  # columns, padded to a power of 2
+    rows_per_tile: int
+    tiles_per_program: int
+    programs: int
+    num_warps: int
+
+
+@lru_cache(maxsize=1024)
+def backward_plan(rows: int, hidden: int, want_weight: bool) -> BackwardPlan:
+    """With a weight gradient a program walks many tiles and sums over their rows.
+
+    How many never depends on the GPU, so that the order of the sum is fixed.
+    """
+    block = _next_power_of_2(hidden)
+    rows_per_tile = max(1, min(16, 2048 // block))
+    tiles = -(-rows // rows_per_tile)
+    programs = tiles
+    if want_weight:
+        programs = min(tiles, _MOST_PROGRAMS)
+    tiles_per_program = -(-tiles // programs)
+    return BackwardPlan(
+        block,
+        rows_per_tile,
+        tiles_per_program,
+        -(-tiles // tiles_per_program),
+        max(1, min(32, block * rows_per_tile // 512)),
+    )
+
+
 def _launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    from ts_kernels.triton_kernels.rms_norm import rms_norm_backward_kernel
+    from ts_kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, sum_parts_kernel
 
     x2, dy2 = _as_rows(x), _as_rows(dy)
     rows, hidden = x2.shape
-    block = _next_power_of_2(hidden)
-    rows_per_tile = max(1, min(16, 4096 // block))
-    tiles = -(-rows // rows_per_tile)
-    # With a weight gradient a program sums over many tiles; how many is a matter of the shape
-    # alone, never of the GPU, so that the order of the sum is fixed.
-    programs = tiles
+    plan = backward_plan(rows, hidden, want_weight)
+    dx, dw = _backward_fake(dy, x, weight, rstd, want_x, want_weight)
+    parts = rstd  # not written without a weight gradient
     if want_weight:
-        programs = min(tiles, _MOST_PROGRAMS if block <= 4096 else _MOST_PROGRAMS // 2)
-    tiles_per_program = -(-tiles // programs)
-    programs = -(-tiles // tiles_per_program)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_x else x.new_empty(0)
-    parts = (
-        torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if want_weight else dx
-    )
+        parts = torch.empty((plan.programs, hidden), dtype=torch.float32, device=x.device)
     with on_device_of(x):
-        rms_norm_backward_kernel[(programs,)](
+        rms_norm_backward_kernel[(plan.programs,)](
             dy2,
             x2,
             weight.contiguous(),
@@ -271,13 +292,24 @@ def _launch_backward(
             dy2.stride(0),
             x2.stride(0),
             rows,
-            tiles_per_program,
+            plan.tiles_per_program,
             HIDDEN=hidden,
-            ROWS=rows_per_tile,
-            BLOCK=block,
+            ROWS=plan.rows_per_tile,
+            BLOCK=plan.block,
             WANT_X=want_x,
             WANT_WEIGHT=want_weight,
-            num_warps=max(4, min(32, block // 1024)),
+            STAGES=1,
+            num_warps=plan.num_warps,
         )
-    dw = parts.sum(0).to(weight.dtype) if want_weight else weight.new_empty(0)
+        if want_weight:
+            columns = 32
+            sum_parts_kernel[(-(-hidden // columns),)](
+                parts,
+                dw,
+                plan.programs,
+                HIDDEN=hidden,
+                ROWS=64,
+                COLUMNS=columns,
+                num_warps=4,
+            )
     return dx, dw

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ts_kernels._backend import on_device_of, use_triton
+from ts_kernels._checks import TARGET_MESSAGE, out_of_range
 
 
 def softmax_rows_(
@@ -22,7 +23,8 @@ def softmax_rows_(
     Args:
         logits: [rows, classes], contiguous. Afterwards it holds the gradient of
             sum(scale * loss), rounded once to its dtype, if `write_grad`; otherwise anything.
-        targets: [rows], integer, in range or `ignore_index`.
+        targets: [rows], integer, in range or `ignore_index`: asserted on the device if that is
+            CUDA, else up to the caller.
         softcap: None, or logits become softcap * tanh(logits / softcap) first.
         scale: None, or [rows] float32, a factor for each row's gradient.
 
@@ -43,6 +45,9 @@ def _in_pytorch(
     scale: Tensor | None,
 ) -> Tensor:
     """The reference of the kernel; at most one temporary of the chunk's size per step."""
+    if logits.is_cuda:
+        bad = out_of_range(targets, logits.shape[1], ignore_index)
+        torch._assert_async(~bad.any(), TARGET_MESSAGE)
     valid = targets != ignore_index
     column = torch.where(valid, targets, 0).to(torch.int64).unsqueeze(1)
     z = logits if logits.dtype == torch.float64 else logits.float()  # float(): a view of fp32
@@ -100,5 +105,7 @@ def _launch(
             HAS_CAP=softcap is not None,
             BLOCK=block,
             num_warps=8 if block >= 2048 else 4,
+            debug=True,  # keeps the assertion about targets
+            sanitize_overflow=False,  # but no checks of the kernel's own integers
         )
     return losses

@@ -42,9 +42,7 @@ class LargestTensor(TorchDispatchMode):
         elements: number of elements of that tensor.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))

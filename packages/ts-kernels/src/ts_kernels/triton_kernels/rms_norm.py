@@ -24,21 +24,41 @@ def _halving_sum(values, GROUPS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH:
 
 
 @triton.jit
+def _add_steps(acc, tile, ROWS: tl.constexpr, STEPS: tl.constexpr, SPAN: tl.constexpr):
+    """acc [ROWS, SPAN] + the steps of tile [ROWS, STEPS, SPAN], one after the other.
+
+    Halves the tile until one step is left: a reduction would choose its own order.
+    """
+    if STEPS == 1:
+        return acc + tl.reshape(tile, [ROWS, SPAN])
+    else:
+        HALF: tl.constexpr = STEPS // 2
+        halves = tl.permute(tl.reshape(tile, [ROWS, 2, HALF, SPAN]), (0, 2, 3, 1))
+        first, second = tl.split(halves)
+        acc = _add_steps(acc, first, ROWS, HALF, SPAN)
+        return _add_steps(acc, second, ROWS, HALF, SPAN)
+
+
+@triton.jit
 def _sum_like_torch(
-    acc,
+    tile,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     LOG_HEIGHT: tl.constexpr,
 ):
-    """Adds up `acc` [ROWS, HEIGHT * WIDTH * 4] in the order of torch's CUDA reduction.
+    """Adds up the rows of `tile` [ROWS, STEPS, SPAN] in the order of torch's CUDA reduction.
 
-    There a row is read by a block of WIDTH x HEIGHT threads with four accumulators each. They
-    are added in turn, then across the width, then across the height, halving each time.
+    There a row is read by a block of WIDTH x HEIGHT threads, SPAN = WIDTH * HEIGHT * 4 values at
+    a step, with four accumulators a thread. These are added in turn, then across the width, then
+    across the height, halving each time.
     """
     LANES: tl.constexpr = ROWS * HEIGHT * WIDTH
+    SPAN: tl.constexpr = WIDTH * HEIGHT * 4
+    acc = _add_steps(tl.zeros([ROWS, SPAN], tl.float32), tile, ROWS, STEPS, SPAN)
     if VECTORIZED:  # a thread reads four neighbours
         lanes = tl.reshape(acc, [LANES, 2, 2])
     else:  # a thread's four values lie WIDTH apart (HEIGHT is 1)
@@ -64,15 +84,14 @@ def rms_norm_forward_kernel(
     eps,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     LOG_HEIGHT: tl.constexpr,
-    STEPS: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """ROWS rows per program; two passes over them, the second out of the cache.
+    """ROWS whole rows per program, as [ROWS, STEPS, SPAN] with STEPS * SPAN >= HIDDEN.
 
     Launch with enable_fp_fusion=False: a fused multiply-add would round once where torch's
     separate kernels round twice.
@@ -80,31 +99,22 @@ def rms_norm_forward_kernel(
     SPAN: tl.constexpr = WIDTH * HEIGHT * 4
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
-    x_rows = x_ptr + row[:, None] * x_stride
-    y_rows = y_ptr + row[:, None] * HIDDEN
+    step = tl.arange(0, STEPS)[:, None] * SPAN
+    col = step + tl.arange(0, SPAN)[None, :]
+    col_ok = col < HIDDEN
+    ok = row_ok[:, None, None] & col_ok[None, :, :]
 
-    acc = tl.zeros([ROWS, SPAN], dtype=tl.float32)
-    for step in range(0, STEPS, UNROLL):
-        for k in tl.static_range(UNROLL):
-            col = (step + k) * SPAN + tl.arange(0, SPAN)
-            ok = row_ok[:, None] & (col < HIDDEN)[None, :]
-            x = tl.load(x_rows + col[None, :], mask=ok, other=0.0).to(tl.float32)
-            acc += x * x
-    total = _sum_like_torch(acc, ROWS, WIDTH, HEIGHT, VECTORIZED, LOG_WIDTH, LOG_HEIGHT)
+    x = tl.load(x_ptr + row[:, None, None] * x_stride + col[None, :, :], mask=ok, other=0.0)
+    h = x.to(tl.float32)
+    total = _sum_like_torch(h * h, ROWS, STEPS, WIDTH, HEIGHT, VECTORIZED, LOG_WIDTH, LOG_HEIGHT)
     variance = total * tl.full([], mean_factor, tl.float32)
     rstd = tl.rsqrt(variance + tl.full([], eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row_ok)
 
-    for step in range(0, STEPS, UNROLL):
-        for k in tl.static_range(UNROLL):
-            col = (step + k) * SPAN + tl.arange(0, SPAN)
-            col_ok = col < HIDDEN
-            ok = row_ok[:, None] & col_ok[None, :]
-            x = tl.load(x_rows + col[None, :], mask=ok, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
-            xhat = (x * rstd[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
-            y = (weight[None, :] * xhat).to(y_ptr.dtype.element_ty)
-            tl.store(y_rows + col[None, :], y, mask=ok)
+    weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
+    xhat = (h * rstd[:, None, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
+    y = (weight[None, :, :] * xhat).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None, None] * HIDDEN + col[None, :, :], y, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -124,6 +134,7 @@ def rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
     WANT_X: tl.constexpr,
     WANT_WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Each program walks `tiles` tiles of ROWS whole rows and writes one row of dw_parts.
 
@@ -135,7 +146,7 @@ def rms_norm_backward_kernel(
     col_ok = col < HIDDEN
     weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for tile in range(0, tiles):
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
         row_ok = row < rows
         ok = row_ok[:, None] & col_ok[None, :]
@@ -154,3 +165,24 @@ def rms_norm_backward_kernel(
             acc += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
     if WANT_WEIGHT:
         tl.store(dw_parts_ptr + program * HIDDEN + col, tl.sum(acc, axis=0), mask=col_ok)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts_kernel(
+    parts_ptr,
+    sum_ptr,
+    parts,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """[parts, HIDDEN] fp32 -> [HIDDEN] in sum's dtype, rounded once; COLUMNS per program."""
+    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    col_ok = col < HIDDEN
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        ok = (row < parts)[:, None] & col_ok[None, :]
+        acc += tl.load(parts_ptr + row[:, None] * HIDDEN + col[None, :], mask=ok, other=0.0)
+    total = tl.sum(acc, axis=0)
+    tl.store(sum_ptr + col, total.to(sum_ptr.dtype.element_ty), mask=col_ok)

@@ -35,7 +35,10 @@ def softmax_rows_kernel(
     HAS_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row of logits [rows, vocab]; writes loss [rows] fp32."""
+    """One program per row of logits [rows, vocab]; writes loss [rows] fp32.
+
+    Launch with debug=True, which makes the assertion count.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_row = logits_ptr + row * row_stride
     target = tl.load(targets_ptr + row).to(tl.int64)
@@ -50,7 +53,10 @@ def softmax_rows_kernel(
                 tl.store(logits_row + col, zero, mask=col < vocab)
         return
 
-    # A target out of range is refused by the caller; here it only must not leave the row.
+    in_range = (target >= 0) & (target < vocab)
+    tl.device_assert(
+        in_range, "ts_kernels: a target is outside [0, classes) and is not ignore_index"
+    )
     target = tl.minimum(tl.maximum(target, 0), vocab - 1)
     true_logit = tl.load(logits_row + target).to(tl.float32)
     if HAS_CAP:
