@@ -125,8 +125,10 @@ def test_explicit_codec_without_a_frozen_weight_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_limited_gpu_process_stays_under_its_limit() -> None:
-    limit = 1 << 30
-    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(40)])
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    limit = torch.cuda.memory_reserved() + (1 << 30)
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(120)])
     model.requires_grad_(False)
     adapter = nn.Linear(2048, 2048)
     whole = nn.Sequential(model, adapter).bfloat16()
@@ -139,7 +141,7 @@ def test_a_limited_gpu_process_stays_under_its_limit() -> None:
         device="cuda",
     )
     paged = memory_report(whole)["params"]["paged_blocks"]
-    assert 0 < len(paged) <= 40
+    assert 0 < len(paged) <= 120
     for _ in range(3):
         out = whole(torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16))
         F.mse_loss(out, torch.zeros_like(out)).backward()
