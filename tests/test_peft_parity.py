@@ -74,6 +74,7 @@ def ours(device: str = "host", delays: int | None = None, **options: Any) -> tup
         torch.optim.AdamW(trained, lr=1e-3),
         quantize="nf4",
         accumulation_steps=2,
+        offload=True,
         device=device,
         **options,
     )

@@ -35,6 +35,7 @@ def run(
         param_offload=param_offload,
         quantize=quantize,
         accumulation_steps=accumulation,
+        offload=True,
         device=device,
         **options,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ts_core import memory_report, wrap
+from ts_core import memory_report, unwrap, wrap
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 from ts_core.transfer import edges
 
@@ -34,6 +35,7 @@ def run(
         param_offload=param_offload,
         accumulation_steps=accumulation,
         quantize="none",
+        offload=True,
         device=device,
     )
     if delays is None:
@@ -199,3 +201,31 @@ def test_streamed_equals_resident_on_the_gpu(param_offload: Any, dtype: torch.dt
     _, resident = run(False, dtype=dtype, device="cuda", width=128)
     _, streamed = run(param_offload, dtype=dtype, delays=7, device="cuda", width=128)
     assert resident.differences(streamed) == []
+
+
+@pytest.mark.gpu
+def test_auto_moves_optimizer_state_to_the_device_and_resumes_there() -> None:
+    """offload="auto": after two updates torch's fused AdamW; a resumed run goes on with it."""
+    records = []
+    for parts in ((6,), (3, 3)):
+        model = tiny_model(width=128)
+        state = None
+        for number, steps in enumerate(parts):
+            model, optimizer = wrap(model, lr=1e-2, quantize="none", device="cuda")
+            if state is not None:
+                optimizer.load_state_dict(state)
+                assert optimizer.resident
+            record = train(model, optimizer, steps, device="cuda", seed=number + len(parts))
+            assert optimizer.resident
+            state = copy.deepcopy(optimizer.state_dict())
+            events = model._trainstream_session.events
+            assert any("moved to the device" in line for line in events)
+            assert memory_report(model)["optimizer"]["host_state_bytes"] == 0
+            unwrap(model)
+        records.append(record)
+    assert len(records) == 2
+    reference = tiny_model(width=128).cuda()
+    stock = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
+    expected = train(reference, stock, 6, device="cuda", seed=1)
+    for name, value in records[0].trained.items():
+        assert (value - expected.trained[name]).abs().max() < 1e-5

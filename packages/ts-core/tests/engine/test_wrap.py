@@ -311,7 +311,6 @@ def test_every_auto_that_stays_off_says_so() -> None:
         "kernels",
         "fused_lora",
         "cuda_graphs",
-        "offload",
     ):
         assert f"{name}='auto'" in events
 

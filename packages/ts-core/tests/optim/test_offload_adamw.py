@@ -307,6 +307,40 @@ def test_unattached_optimizer_takes_gradients_from_grad() -> None:
     assert distance(ours, theirs) <= LIMIT
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_state_moved_to_the_device_goes_on_as_before(clip: float | None) -> None:
+    ours, theirs = mlp(), mlp()
+    optimizer = OffloadAdamW(groups_of(ours, True), lr=2e-3, max_grad_norm=clip)
+    reference = torch.optim.AdamW(groups_of(theirs, True), lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
+    other = torch.optim.lr_scheduler.LambdaLR(reference, lambda k: 1 / (1 + k))
+    for step in range(8):
+        if step == 3:
+            optimizer.make_resident()
+            assert optimizer.resident
+            assert optimizer.stats()["host_state_bytes"] == 0
+        run(ours, optimizer, 1, first=step)
+        run(theirs, reference, 1, first=step, clip=clip)
+        scheduler.step()
+        other.step()
+    assert distance(ours, theirs) <= LIMIT
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = OffloadAdamW(groups_of(ours, True), lr=2e-3, max_grad_norm=clip)
+    resumed.load_state_dict(saved)
+    assert resumed.updates == 8
+    run(ours, resumed, 2, first=8)
+    run(theirs, reference, 2, first=8, clip=clip)
+    assert distance(ours, theirs) <= LIMIT
+
+
+def test_state_cannot_move_in_the_middle_of_a_step() -> None:
+    model = mlp()
+    optimizer = OffloadAdamW(model.parameters(), accumulation_steps=2)
+    loss_of(model, 0).backward()
+    with pytest.raises(StateError, match="middle of a step"):
+        optimizer.make_resident()
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -88,5 +88,9 @@ class Device(ABC):
         """Make the device behave as if it had `limit_bytes` (None: lift the limit)."""
 
     @abstractmethod
+    def reset_peak(self) -> None:
+        """Start `peak_allocated` again from what is allocated now."""
+
+    @abstractmethod
     def memory(self) -> dict[str, int]:
         """allocated, reserved and peak_allocated bytes of device memory."""

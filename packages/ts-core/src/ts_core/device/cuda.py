@@ -86,6 +86,9 @@ class CudaDevice(Device):
         torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
         self._limit_bytes = limit_bytes
 
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
     def memory(self) -> dict[str, int]:
         return {
             "allocated": torch.cuda.memory_allocated(self.torch_device),

@@ -156,6 +156,9 @@ class HostDevice(Device):
     def set_limit(self, limit_bytes: int | None) -> None:
         self.pool.limit = limit_bytes
 
+    def reset_peak(self) -> None:
+        self.pool.reset_peak()
+
     def memory(self) -> dict[str, int]:
         return {
             "allocated": self.pool.used,

@@ -14,11 +14,14 @@ from ts_core.device import Device
 from ts_core.engine.runner import BlockRunner
 from ts_core.memory.ledger import Reservation
 from ts_core.optim import OffloadAdamW
+from ts_core.optim.resident import can_be_resident, device_bytes_needed
 from ts_core.schedule import Plan
+from ts_core.schedule.plan import human
 from ts_core.store import ParamPager
 from ts_core.transfer import CopyEngine
 
 ATTRIBUTE = "_trainstream_session"
+UPDATES_BEFORE_RESIDENCE = 2
 
 
 class EventLog:
@@ -93,6 +96,41 @@ class TrainStreamSession:
         self._handles.append(model.register_forward_pre_hook(settle))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
+
+    def watch_for_room(self) -> None:
+        """offload="auto": after two updates, keep optimizer state on the device if all fits."""
+        assert self.optimizer is not None
+        if self.config.offload == "auto" and self.device.separate_memory:
+            self.optimizer.after_step = self._consider_residence
+
+    def _consider_residence(self) -> None:
+        optimizer = self.optimizer
+        if optimizer is None or optimizer.updates < UPDATES_BEFORE_RESIDENCE:
+            return
+        optimizer.after_step = None
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        budget = self.device.usable_bytes()
+        if self.plan.paged or not can_be_resident(params) or budget is None:
+            self.log(
+                "offload='auto': optimizer state stays on the host, since blocks stream or "
+                "parameters are in low precision"
+            )
+            return
+        free = (
+            int(budget * (1 - self.config.vram_headroom)) - self.device.memory()["peak_allocated"]
+        )
+        needed = device_bytes_needed(params)
+        if needed > free:
+            self.log(
+                f"offload='auto': optimizer state stays on the host: it needs {human(needed)} of "
+                f"the device and {human(max(free, 0))} are free at the peak of a step"
+            )
+            return
+        optimizer.make_resident()
+        self.log(
+            f"offload='auto': everything fits, optimizer state ({human(needed)} with gradients) "
+            f"moved to the device; torch's fused AdamW from here on"
+        )
 
     def close(self) -> None:
         """Remove every hook and give the device memory back."""

@@ -122,9 +122,11 @@ def _start(
         session.runner = BlockRunner(blocks, session.pager)
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.hook_model(model)
+    session.watch_for_room()
     for line in _defaults_in_words(config):
         log(line)
     setattr(model, ATTRIBUTE, session)
+    device.reset_peak()
     return model, session.optimizer
 
 
@@ -313,8 +315,6 @@ def _make_optimizer(
 
 def _defaults_in_words(config: WrapOptions) -> list[str]:
     lines = []
-    if config.offload == "auto":
-        lines.append("offload='auto': this version always keeps optimizer state on the host")
     for name in (
         "activation_offload",
         "recompute",

@@ -21,6 +21,7 @@ from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim import state
 from ts_core.optim.buckets import Bucket, Hyper, partition
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
+from ts_core.optim.resident import ResidentAdamW
 from ts_core.transfer import CopyEngine
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,7 +99,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             )
         self._eager = eager
         self.threads = threads or 0
-        self.last_grad_norm: float | None = None
+        self._last_norm: float | torch.Tensor | None = None
+        self._resident: ResidentAdamW | None = None
+        self.after_step: Callable[[], None] | None = None
         self.steps_done = 0
         self._device = device
         self._copies = copies
@@ -134,6 +137,25 @@ class OffloadAdamW(torch.optim.Optimizer):
                 f"accumulation_steps={value!r} is not accepted. Use an integer of at least 1."
             )
         self._accumulation_steps = value
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping; None if it was not needed."""
+        if isinstance(self._last_norm, torch.Tensor):
+            self._last_norm = self._last_norm.item()
+        return self._last_norm
+
+    @property
+    def updates(self) -> int:
+        """Updates so far of the most updated parameter, those before a resume included."""
+        if self._resident is not None:
+            return self.steps_done
+        return max((max(bucket.steps) for bucket in self._buckets if bucket.steps), default=0)
+
+    @property
+    def resident(self) -> bool:
+        """Whether state is on the device (see `make_resident`)."""
+        return self._resident is not None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
@@ -202,12 +224,33 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.accumulation_steps = accumulation_steps
         self.attach()
 
+    def make_resident(self) -> None:
+        """Move moments to the device and go on with torch's fused AdamW; host state is freed.
+
+        Every parameter must be fp32 (`resident.can_be_resident`). Gradients stay in `param.grad`
+        from now on. There is no way back.
+
+        Raises:
+            StateError: in the middle of a step.
+        """
+        if self._resident is not None:
+            return
+        self.build()
+        self.detach()
+        if any(bucket.started() for bucket in self._buckets):
+            raise StateError(
+                "make_resident() in the middle of a step: call step() or zero_grad() first."
+            )
+        self._write_steps()
+        self._resident = ResidentAdamW(self.param_groups, self.state)
+        self.state = self._resident.inner.state
+        self._buckets.clear()
+        self._place.clear()
+
     def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
         for param in params:
             if param.requires_grad:
-                self._handles.append(
-                    param.register_post_accumulate_grad_hook(self._on_gradient)
-                )
+                self._handles.append(param.register_post_accumulate_grad_hook(self._on_gradient))
         mark_streamed(params)
 
     def build(self) -> None:
@@ -303,6 +346,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._resident is not None:
+            self._last_norm = self._resident.step(self.max_grad_norm, self._needs_norm())
+            self.steps_done += 1
+            return loss
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -326,13 +373,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         for bucket in active:
             bucket.reset()
         self.steps_done += 1
+        if self.after_step is not None:
+            self.after_step()
         return loss
 
     def _clip_scale(self, active: Sequence[Bucket]) -> float:
         if not self._needs_norm():
             return 1.0
         norm = math.sqrt(math.fsum(bucket.sum_of_squares for bucket in active))
-        self.last_grad_norm = norm
+        self._last_norm = norm
         bad = sum(bucket.nonfinite for bucket in active)
         if bad:
             self._say(
@@ -389,10 +438,13 @@ class OffloadAdamW(torch.optim.Optimizer):
         Tensors are views of live host memory, as torch's are of its own.
         """
         self.synchronize()
+        self._write_steps()
+        return super().state_dict()
+
+    def _write_steps(self) -> None:
         for bucket in self._buckets:
             for position, param in enumerate(bucket.params):
                 self.state[param]["step"].fill_(float(bucket.steps[position]))
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch.optim.AdamW; copies into place.
@@ -408,20 +460,28 @@ class OffloadAdamW(torch.optim.Optimizer):
                 "step() or zero_grad() first."
             )
         state.check(self.param_groups, state_dict)
+        if self._resident is not None:
+            self.param_groups = self._resident.load(state_dict)
+            self.state = self._resident.inner.state
+            return
         self.build()
+        was_resident = any(group.get("fused") for group in state_dict["param_groups"])
         state.load(self.param_groups, self._place, state_dict)
+        if was_resident and self.after_step is not None:
+            self.after_step()
 
     def stats(self) -> dict[str, Any]:
         """host_state_bytes, buckets, parameters, steps, eager, grad_norm, link counters."""
         link = {} if self._copies is None else self._copies.stats()
         return {
-            "mode": "cpu",
+            "mode": "cpu" if self._resident is None else "resident",
             "steps": self.steps_done,
             "eager": self.eager,
             "buckets": len(self._buckets),
             "parameters": sum(len(bucket.params) for bucket in self._buckets),
             "host_state_bytes": sum(bucket.host_bytes() for bucket in self._buckets),
             "grad_norm": self.last_grad_norm,
+            "resident": self.resident,
             "d2h_bytes": link["d2h"].bytes if link else 0,
             "h2d_bytes": link["h2d"].bytes if link else 0,
         }
