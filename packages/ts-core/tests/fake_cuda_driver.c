@@ -36,6 +36,10 @@ size_t fake_registered_bytes(void) {
   for (int i = 0; i < range_count; ++i) sum += ranges[i].bytes;
   return sum;
 }
+void fake_reset(void) {
+  range_count = 0;
+  queries = registrations = unregistrations = retained = 0;
+}
 int fake_is_registered(void* address, size_t bytes) {
   char* at = address;
   for (int i = 0; i < range_count; ++i) {

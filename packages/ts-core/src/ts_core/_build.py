@@ -167,8 +167,6 @@ def _find_ninja() -> str | None:
 
 def ninja_file(toolchain: Toolchain, csrc: Path, target: str, extra_flags: Sequence[str]) -> str:
     """The text of a build.ninja that compiles csrc's .cpp files into `target`."""
-    x86 = platform.machine().lower() in {"x86_64", "amd64", "x64"}
-    per_file = (_MSVC_X86_FLAGS if toolchain.msvc else _X86_FLAGS) if x86 else {}
     define = f'{"/D" if toolchain.msvc else "-D"}TS_CSRC_HASH="{source_hash(csrc)}"'
     flags = [*(_MSVC_FLAGS if toolchain.msvc else _GNU_FLAGS), *extra_flags]
     compiler = _command(toolchain.compiler)
@@ -196,13 +194,19 @@ def ninja_file(toolchain: Toolchain, csrc: Path, target: str, extra_flags: Seque
             continue
         objects.append(f"{path.stem}.o")
         lines.append(f"build {path.stem}.o: compile {_path(str(path))}")
-        more = list(per_file.get(path.name, []))
+        more = file_flags(path.name, msvc=toolchain.msvc)
         if path.name == "version.cpp":
             more.append(define)
         if more:
             lines.append(f"  more = {_command(more)}")
     lines += [f"build {_path(target)}: link {' '.join(objects)}", f"default {_path(target)}", ""]
     return "\n".join(lines)
+
+
+def file_flags(name: str, *, msvc: bool) -> list[str]:
+    """Flags beyond the common ones for one source file, on this architecture."""
+    x86 = platform.machine().lower() in {"x86_64", "amd64", "x64"}
+    return list((_MSVC_X86_FLAGS if msvc else _X86_FLAGS).get(name, [])) if x86 else []
 
 
 def _command(words: Sequence[str]) -> str:

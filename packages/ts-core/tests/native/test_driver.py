@@ -57,19 +57,12 @@ def test_a_driver_without_a_device_is_said_in_words(run_python: Run, fake_driver
     run_python(code, str(fake_driver), FAKE_CUDA_NO_DEVICE="1")
 
 
-def test_a_driver_that_lacks_a_function_is_said_in_words(run_python: Run, tmp_path: Path) -> None:
+def test_a_driver_that_lacks_a_function_is_said_in_words(run_python: Run) -> None:
     code = """
-import ctypes.util, sys
 from ts_core import _native
 host = _native.load()
 host.use_driver_library("libc.so.6")
 assert "the CUDA driver has no cuInit" in _native.driver_info().reason
-try:
-    host.use_driver_library("libm.so.6")
-except RuntimeError as error:
-    assert "opened already" in str(error)
-else:
-    raise SystemExit("the driver was exchanged after its first use")
 """
     run_python(code)
 

@@ -61,11 +61,7 @@ void resolve(Table& table, void* library, const char* symbol, Function& function
   }
 }
 
-std::string other_library;
-std::atomic<bool> was_opened{false};
-
-Table open_driver() {
-  was_opened.store(true);
+Table open_driver(const std::string& other_library) {
   Table table{};
   const char* name =
       other_library.empty() ? platform::cuda_driver_library() : other_library.c_str();
@@ -101,10 +97,29 @@ Table open_driver() {
   return table;
 }
 
-const Table& opened() {
-  static const Table table = open_driver();
-  return table;
+// The driver in use, with its primary contexts, retained once per device for the life of the
+// process: torch retains the same ones, and releasing the last reference would destroy what other
+// threads still use. Never deleted, so that references to it stay good.
+struct Driver {
+  explicit Driver(const std::string& other_library) : table(open_driver(other_library)) {}
+  const Table table;
+  std::mutex mutex;
+  std::map<int, Context> contexts;
+};
+
+std::mutex opening;
+std::string library;
+std::atomic<Driver*> current{nullptr};
+
+Driver& driver() {
+  Driver* found = current.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  std::lock_guard<std::mutex> lock(opening);
+  if (current.load() == nullptr) current.store(new Driver(library));
+  return *current.load();
 }
+
+const Table& opened() { return driver().table; }
 
 const Table& usable() {
   const Table& table = opened();
@@ -116,19 +131,17 @@ void check(const Table& table, const char* call, Result result) {
   if (result != kSuccess) throw Error(words(table, call, result));
 }
 
-// Primary contexts, retained once per device for the life of the process: torch retains the same
-// ones, and releasing the last reference would destroy what other threads still use.
-Context primary_context(const Table& table, int device) {
-  static std::mutex mutex;
-  static std::map<int, Context> contexts;
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto found = contexts.find(device);
-  if (found != contexts.end()) return found->second;
+Context primary_context(int device) {
+  Driver& in_use = driver();
+  const Table& table = in_use.table;
+  std::lock_guard<std::mutex> lock(in_use.mutex);
+  const auto found = in_use.contexts.find(device);
+  if (found != in_use.contexts.end()) return found->second;
   DeviceId id = 0;
   Context context = nullptr;
   check(table, "cuDeviceGet", table.device_get(&id, device));
   check(table, "cuDevicePrimaryCtxRetain", table.primary_retain(&context, id));
-  contexts[device] = context;
+  in_use.contexts[device] = context;
   return context;
 }
 
@@ -139,8 +152,9 @@ Event as_event(std::uint64_t event) {
 }  // namespace
 
 void use_library(const std::string& path) {
-  if (was_opened.load()) throw std::logic_error("the CUDA driver has been opened already");
-  other_library = path;
+  std::lock_guard<std::mutex> lock(opening);
+  library = path;
+  current.store(nullptr);
 }
 
 std::string unavailable_reason() { return opened().reason; }
@@ -174,7 +188,7 @@ ContextGuard::ContextGuard(int device) {
   Context current = nullptr;
   check(table, "cuCtxGetCurrent", table.context_current(&current));
   if (current != nullptr) return;
-  check(table, "cuCtxPushCurrent", table.context_push(primary_context(table, device)));
+  check(table, "cuCtxPushCurrent", table.context_push(primary_context(device)));
   pushed_ = true;
 }
 

@@ -15,8 +15,8 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Opens this library as the driver instead; for tests, which bring a made-up one. Throws
-// std::logic_error once a driver has been opened.
+// Opens this library as the driver from now on, or the system's again for ""; for tests, which bring
+// a made-up one and leave nothing of it behind.
 void use_library(const std::string& path);
 
 // Empty when the driver can be used, else why it cannot.

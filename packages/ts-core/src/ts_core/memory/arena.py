@@ -49,6 +49,9 @@ class PinnedArena:
         self._cap = _checked_size("cap", cap)
         self._fallbacks = 0
         self._refusal = ""
+        # The least bytes that the driver refused to lock: asking again for as many, in vain, would
+        # cost their page faults every time.
+        self._refused_bytes: int | None = None
 
     def empty(
         self,
@@ -116,7 +119,7 @@ class PinnedArena:
         with self._lock:
             if _checked_size("cap", cap) and cap != self._cap:
                 self._cap = cap
-                self._refusal = ""  # what the old cap refused may fit now
+                self._forget_refusals()  # what the old cap refused may fit now
             self._slab = _checked_size("slab", slab) or self._slab
 
     def trim(self) -> int:
@@ -124,7 +127,11 @@ class PinnedArena:
 
         No copy from or to a block given back may still be in flight.
         """
-        return int(self._arena.trim())
+        with self._lock:
+            freed = int(self._arena.trim())
+            if freed:
+                self._forget_refusals()
+            return freed
 
     def stats(self) -> dict[str, Any]:
         """What `pinned_stats()` returns, for this arena."""
@@ -185,7 +192,13 @@ class PinnedArena:
         slab = _to_pages(max(self._slab, exact))
         return self._add_pinned(slab, exactly=False) or self._add_pinned(exact, exactly=True)
 
+    def _forget_refusals(self) -> None:
+        self._refusal = ""
+        self._refused_bytes = None
+
     def _add_pinned(self, size: int, *, exactly: bool) -> bool:
+        if self._refused_bytes is not None and size >= self._refused_bytes:
+            return False
         locked = self._arena.stats()["pinned_bytes"]
         if locked + size > self.cap:
             if exactly:
@@ -201,6 +214,7 @@ class PinnedArena:
         reason: str = self._arena.add_slab(size, True, device, threads, False)
         if reason:
             self._refusal = f"page-locking {size} bytes was refused: {reason}"
+            self._refused_bytes = size
         return not reason
 
     def _grow_plain(self, nbytes: int) -> None:

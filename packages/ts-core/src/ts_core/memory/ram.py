@@ -49,6 +49,8 @@ def _cgroup_directories(root: Path) -> list[tuple[Path, int]]:
         return []
     directories: list[tuple[Path, int]] = []
     for line in lines:
+        if line.count(":") < 2:
+            continue
         _, controllers, path = line.split(":", 2)
         if not controllers:
             mounts, version = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], 2
