@@ -168,15 +168,15 @@ def build(session: nox.Session) -> None:
     for name in [*PACKAGES, "trainstream"]:
         folder = _package_dir(name)
         _run(session, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(folder))
+    os.environ["TS_KEEP_DIST"] = "1"  # for the sessions that follow in this run of nox
 
 
 def _wheels_ready(session: nox.Session) -> None:
-    """Build once per nox run, unless `dist/` was just made by the `build` session."""
+    """Build once per run of nox; TS_KEEP_DIST=1 takes the wheels that are in `dist/`."""
     if os.environ.get("TS_KEEP_DIST") == "1" and list(DIST.glob("*.whl")):
         session.log("TS_KEEP_DIST=1: using the wheels in dist/")
         return
     build(session)
-    os.environ["TS_KEEP_DIST"] = "1"
 
 
 @nox.session(venv_backend="none")
