@@ -61,9 +61,8 @@ def bench_gpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype, quick:
     codec_named(codec).decode_reference(*q.buffers(), block_size, expected)  # type: ignore[attr-defined]
     out = torch.empty_like(expected)
     moved_bytes = q.nbytes + out.numel() * out.element_size()
-    print(
-        f"\n{codec} -> {dtype}, {tuple(w.shape)}, block size {block_size}, {moved_bytes / 1e6:.1f} MB"
-    )
+    shape = tuple(w.shape)
+    print(f"\n{codec} -> {dtype}, {shape}, block size {block_size}, {moved_bytes / 1e6:.1f} MB")
     rows: list[tuple[float, str]] = []
     for config in configs:
         out.fill_(float("nan"))
@@ -88,6 +87,7 @@ def bench_gpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype, quick:
 
 
 def bench_cpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype) -> None:
+    ts_quant.quantize(w, codec, block_size)
     start = time.perf_counter()
     q = ts_quant.quantize(w, codec, block_size)
     encode_ms = (time.perf_counter() - start) * 1e3

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def hard_values(dtype: torch.dtype) -> Tensor:
     """Zeros, ties, denormals and the largest values, in blocks of 64."""
     info = torch.finfo(dtype)
-    middle = torch.tensor([(a + b) / 2 for a, b in zip(CODES[:-1], CODES[1:], strict=True)])
+    middle = (torch.tensor(CODES[1:]) + torch.tensor(CODES[:-1])) / 2
     ties = torch.cat([middle, torch.nextafter(middle, torch.tensor(2.0)), torch.ones(34)])
     parts = [
         torch.zeros(64, dtype=dtype),

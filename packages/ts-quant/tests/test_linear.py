@@ -54,20 +54,24 @@ def test_bit_equal_to_the_decoded_weight(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_bit_equal_for_other_layouts(codec: str, dtype: torch.dtype, with_bias: bool) -> None:
-    q = ts_quant.quantize(torch.randn(N_OUT, N_IN).to(dtype), codec)
-    bias = torch.randn(N_OUT).to(dtype) if with_bias else None
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bit_equal_for_other_layouts(
+    codec: str, dtype: torch.dtype, with_bias: bool, device: str
+) -> None:
+    q = ts_quant.quantize(torch.randn(N_OUT, N_IN).to(dtype), codec).to(device)
+    bias = torch.randn(N_OUT).to(device, dtype) if with_bias else None
     inputs = [
         torch.randn(N_IN, 37).to(dtype).t(),  # column major: torch runs the transposed product
         torch.randn(74, N_IN).to(dtype)[::2],
         torch.randn(4, 6, 2 * N_IN).to(dtype)[..., :N_IN],
         torch.randn(1, N_IN).to(dtype).expand(9, N_IN),
+        torch.randn(4, 6, N_IN).to(dtype),
     ]
-    for x in inputs:
-        grad = torch.randn(*x.shape[:-1], N_OUT).to(dtype)
-        grads = [grad, torch.ones(()).to(dtype).expand(grad.shape)]
-        if grad.dim() == 2:
-            grads.append(torch.randn(N_OUT, x.shape[0]).to(dtype).t())
+    for x in (x.to(device) for x in inputs):  # a CPU stays as it is, strides included
+        grad = torch.randn(*x.shape[:-1], N_OUT).to(device, dtype)
+        grads = [grad, grad.new_ones(()).expand(grad.shape)]
+        grads.append(grad.transpose(0, -2).contiguous().transpose(0, -2))
+        grads.append(grad.transpose(0, -1).contiguous().transpose(0, -1))
         for grad in grads:
             assert_same(run(x, q, bias, grad), run(x, q.dequantize(), bias, grad))
 

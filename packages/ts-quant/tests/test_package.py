@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
 
 import ts_quant
 
@@ -16,7 +21,7 @@ q = ts_quant.quantize(torch.randn(8, 64), "nf4")
 q.dequantize()
 torch.nn.functional.linear(torch.randn(2, 64, requires_grad=True), q).sum().backward()
 assert not torch.cuda.is_initialized()
-loaded = {name.split(".")[0] for name in sys.modules}
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 for other in ("triton", "ts_core", "ts_kernels", "ts_hf", "ts_bench", "bitsandbytes", "peft"):
     assert other not in loaded, other
 print("clean")
@@ -50,3 +55,23 @@ def test_errors_are_one_tree() -> None:
     assert issubclass(ts_quant.NotAvailableError, ValueError)
     assert not issubclass(ts_quant.NotAvailableError, NotImplementedError)
     assert issubclass(ts_quant.FrozenWeightError, RuntimeError)
+
+
+def readme() -> str:
+    """The README of the checkout, or of the installed wheel."""
+    path = Path(__file__).resolve().parent.parent / "README.md"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    payload = metadata("ts-quant").get_payload()  # type: ignore[attr-defined]
+    return str(payload)
+
+
+def test_the_readmes_example(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
+    assert len(blocks) == 1
+    space: dict[str, object] = {}
+    exec(blocks[0], space)
+    printed = capsys.readouterr().out
+    assert "ErrorStats(relative=0.0" in printed
+    assert "nf4 497664 torch.Size([576, 1536])" in printed
+    assert space["x"].grad.shape == (4, 1536)  # type: ignore[attr-defined]

@@ -6,11 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_under_the_triton_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
     environment.pop("PYTEST_ADDOPTS", None)
