@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from ts_core import _build
 
 FAKE_DRIVER_SOURCE = Path(__file__).with_name("fake_cuda_driver.c")
 
@@ -19,9 +18,11 @@ FAKE_DRIVER_SOURCE = Path(__file__).with_name("fake_cuda_driver.c")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A made-up CUDA driver library (see fake_cuda_driver.c)."""
     library = tmp_path_factory.mktemp("driver") / "libfakecuda.so"
-    compiler = _build.find_toolchain().compiler
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("needs a C compiler for the made-up driver")
     subprocess.run(
-        [*compiler, "-x", "c", "-shared", "-fPIC", "-O1", str(FAKE_DRIVER_SOURCE), "-o", library],
+        [compiler, "-shared", "-fPIC", "-O1", str(FAKE_DRIVER_SOURCE), "-o", str(library)],
         check=True,
     )
     return library
