@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import ts_kernels
-from ts_kernels import _cross_entropy, reference
+from ts_kernels import _cross_entropy, _logprobs, reference
 from ts_kernels._chunks import Options, walk_chunks
 from ts_kernels._heads import DenseHead, Wanted
 from ts_kernels._precision import scaled
@@ -36,14 +37,24 @@ def wide(*tensors):
     return [t.detach().double().requires_grad_() for t in tensors]
 
 
-def value_and_grads(function, hidden, weight, targets, bias, upstream=1.0, **kw):
+def value_and_grads(function, hidden, weight, targets, bias, upstream=1.0, frozen=False, **kw):
+    inputs = (hidden,) if frozen else (hidden, weight, bias)
+    if frozen:
+        weight, bias = weight.detach(), bias.detach()
     loss = function(hidden, weight, targets, bias, **kw)
-    return loss, *torch.autograd.grad(loss * upstream, (hidden, weight, bias))
+    return loss, *torch.autograd.grad(loss * upstream, inputs)
+
+
+def compare(ours, plain, exact):
+    assert len(ours) == len(plain) == len(exact)
+    for name, a, p, e in zip(NAMES, ours, plain, exact):  # noqa: B905
+        assert_rounding_tier(a, p, e, name)
 
 
 NAMES = ("loss", "hidden gradient", "weight gradient", "bias gradient")
 
 
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
 @pytest.mark.parametrize(
@@ -51,27 +62,24 @@ NAMES = ("loss", "hidden gradient", "weight gradient", "bias gradient")
     [{}, {"reduction": "sum"}, {"num_items": 41}, {"logit_softcap": 2.0}],
     ids=["mean", "sum", "num_items", "softcap"],
 )
-def test_as_close_to_float64_as_plain_pytorch(dtype, chunk_size, kw):
+def test_as_close_to_float64_as_plain_pytorch(dtype, chunk_size, kw, frozen):
     hidden, weight, targets, bias = make(dtype)
+    kw = {**kw, "upstream": 3.0, "frozen": frozen}
     ours = value_and_grads(
         ts_kernels.chunked_cross_entropy,
         hidden,
         weight,
         targets,
         bias,
-        3.0,
         chunk_size=chunk_size,
         **kw,
     )
-    plain = value_and_grads(
-        reference.chunked_cross_entropy, hidden, weight, targets, bias, 3.0, **kw
-    )
+    plain = value_and_grads(reference.chunked_cross_entropy, hidden, weight, targets, bias, **kw)
     h64, w64, b64 = wide(hidden, weight, bias)
-    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, 3.0, **kw)
+    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, **kw)
     assert ours[0].dtype == torch.float32
-    assert [g.dtype for g in ours[1:]] == [dtype] * 3
-    for name, a, p, e in zip(NAMES, ours, plain, exact, strict=True):
-        assert_rounding_tier(a, p, e, name)
+    assert all(g.dtype == dtype for g in ours[1:])
+    compare(ours, plain, exact)
 
 
 @settings(
@@ -86,18 +94,21 @@ def test_as_close_to_float64_as_plain_pytorch(dtype, chunk_size, kw):
     spread=st.sampled_from([1e-3, 1.0, 30.0, 1e4]),
     with_bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0, 30.0]),
+    frozen=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_and_spread(
-    rows, classes, width, chunk_size, masked, spread, with_bias, softcap, seed
+    rows, classes, width, chunk_size, masked, spread, with_bias, softcap, frozen, seed
 ):
     torch.manual_seed(seed)
     hidden = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
-    weight = (torch.randn(classes, width, dtype=torch.float64) * spread).requires_grad_()
-    bias = torch.randn(classes, dtype=torch.float64, requires_grad=True) if with_bias else None
+    weight = torch.randn(classes, width, dtype=torch.float64) * spread
+    bias = torch.randn(classes, dtype=torch.float64) if with_bias else None
     targets = torch.randint(0, classes, (rows,))
     targets[torch.rand(rows) < masked] = -100
-    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    inputs = [hidden]
+    if not frozen:
+        inputs += [t.requires_grad_() for t in (weight, bias) if t is not None]
     kw = {"logit_softcap": softcap}
     ours = ts_kernels.chunked_cross_entropy(
         hidden, weight, targets, bias, chunk_size=chunk_size, **kw
@@ -112,21 +123,23 @@ def test_any_shape_and_spread(
 
 def test_gradcheck_in_float64():
     hidden, weight, targets, bias = make(rows=5, classes=7, width=3)
-    inputs = wide(hidden, weight, bias)
+    h64, w64, b64 = wide(hidden, weight, bias)
     for kw in ({}, {"reduction": "sum"}, {"logit_softcap": 1.5}):
-        assert torch.autograd.gradcheck(
-            lambda h, w, b, kw=kw: ts_kernels.chunked_cross_entropy(
-                h, w, targets, b, chunk_size=2, **kw
-            ),
-            inputs,
-        )
+
+        def loss(h, w, b, kw=kw):
+            return ts_kernels.chunked_cross_entropy(h, w, targets, b, chunk_size=2, **kw)
+
+        assert torch.autograd.gradcheck(loss, (h64, w64, b64))
+        assert torch.autograd.gradcheck(loss, (h64, w64.detach(), b64.detach()))
 
 
 @pytest.mark.parametrize("kw", [{}, {"reduction": "sum"}, {"num_items": 0}, {"num_items": 9}])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_every_label_masked_gives_zero(dtype, kw):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_every_label_masked_gives_zero(dtype, kw, frozen):
     hidden, weight, targets, bias = make(dtype)
     targets.fill_(-100)
+    kw = {**kw, "frozen": frozen}
     results = value_and_grads(
         ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=5, **kw
     )
@@ -192,10 +205,11 @@ def test_leading_shapes_and_strides():
     torch.testing.assert_close(view_grad, grad.reshape(2, 12, WIDTH).transpose(0, 1))
 
 
-def test_empty_batch():
+@pytest.mark.parametrize("frozen", [True, False])
+def test_empty_batch(frozen):
     hidden, weight, targets, bias = make(rows=0)
     results = value_and_grads(
-        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=4
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, frozen=frozen
     )
     for result in results:
         assert torch.equal(result, torch.zeros_like(result))
@@ -222,17 +236,20 @@ def test_classes_ruled_out_by_the_bias():
 
 
 def test_half_gradients_survive_a_large_batch():
-    """1/N times a probability underflows in fp16; the gradient is scaled after its matmul."""
+    """1/N times a probability underflows in fp16; with a frozen head the scaling comes last."""
     hidden, weight, targets, bias = make(torch.float16, rows=64, masked=0.0)
-    upstream = 1e-4
-    ours = value_and_grads(
-        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, upstream
+    kw = {"upstream": 1e-4, "frozen": True}
+    (_, ours) = value_and_grads(
+        ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, **kw
+    )
+    (_, plain) = value_and_grads(
+        reference.chunked_cross_entropy, hidden, weight, targets, bias, **kw
     )
     h64, w64, b64 = wide(hidden, weight, bias)
-    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, upstream)
-    smallest = 2.0**-24  # spacing of the numbers that fp16 has down there
-    for a, e in zip(ours[1:], exact[1:], strict=True):
-        assert (a.double() - e).abs().max() <= 0.51 * smallest + 2e-3 * e.abs().max()
+    (_, exact) = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, **kw)
+    spacing = 2.0**-24  # of the numbers that fp16 has down there
+    assert (ours.double() - exact).abs().max() <= 0.51 * spacing
+    assert (plain.double() - exact).abs().max() > spacing
 
 
 def test_true_class_keeps_its_precision_when_nearly_certain():
@@ -293,23 +310,29 @@ def test_hidden_with_other_users_is_left_alone():
 def test_only_the_needed_gradients_are_computed(train, monkeypatch):
     hidden, weight, targets, bias = make()
     asked = []
-    walk = walk_chunks
 
-    def spy(hidden, head, classes, targets, options, wanted, *rest):
-        asked.append(tuple(wanted))
-        return walk(hidden, head, classes, targets, options, wanted, *rest)
+    class Spy(DenseHead):
+        def __init__(self, weight, bias, compute_dtype, wanted, *rest):
+            asked.append(tuple(wanted))
+            super().__init__(weight, bias, compute_dtype, wanted, *rest)
 
-    monkeypatch.setattr(_cross_entropy, "walk_chunks", spy)
-    inputs = [t.detach().requires_grad_(on) for t, on in zip((hidden, weight, bias), train)]  # noqa: B905
+    monkeypatch.setattr(_cross_entropy, "DenseHead", Spy)
+    monkeypatch.setattr(_logprobs, "DenseHead", Spy)
+    inputs = [
+        t.detach().requires_grad_(on) for t, on in zip((hidden, weight, bias), train, strict=True)
+    ]
     loss = ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
-    assert asked == [train]
     assert loss.requires_grad == any(train)
     if any(train):
         loss.backward()
     assert [t.grad is not None for t in inputs] == list(train)
+    nothing = (False, False, False)
+    head_is_trained = train[1] or train[2]
+    assert asked == ([nothing, train] if head_is_trained else [train])
+    asked.clear()
     with torch.no_grad():
         ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
-    assert asked[1] == (False, False, False)
+    assert asked == [nothing]
 
 
 def test_nothing_refers_to_the_weight_after_the_forward_pass():
@@ -326,21 +349,21 @@ def test_nothing_refers_to_the_weight_after_the_forward_pass():
     torch.testing.assert_close(ours, hidden.grad)
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_a_quantized_weight_is_multiplied_by_linear_alone(quantized, with_bias):
+def test_a_quantized_weight_is_multiplied_by_linear_alone(quantized):
     hidden, weight, targets, bias = make()
     frozen = torch.nn.Parameter(quantized(weight.detach()), requires_grad=False)
-    bias = bias if with_bias else None
-    inputs = (hidden, bias) if with_bias else (hidden,)
-    loss = ts_kernels.chunked_cross_entropy(hidden, frozen, targets, bias, chunk_size=5)
-    in_forward = frozen.decoded
-    grads = torch.autograd.grad(2 * loss, inputs, retain_graph=True)
-    assert all(map(torch.equal, grads, torch.autograd.grad(2 * loss, inputs)))
-    assert frozen.decoded == in_forward, "backward of the loss has no use for the weight"
-    expected = reference.chunked_cross_entropy(hidden, frozen.dense(), targets, bias)
-    torch.testing.assert_close(loss, expected)
-    for a, e in zip(grads, torch.autograd.grad(2 * expected, inputs), strict=True):
-        torch.testing.assert_close(a, e)
+    for head_bias in (None, bias.detach(), bias):
+        inputs = (hidden, bias) if head_bias is bias else (hidden,)
+        loss = ts_kernels.chunked_cross_entropy(hidden, frozen, targets, head_bias, chunk_size=5)
+        in_forward = frozen.decoded
+        grads = torch.autograd.grad(2 * loss, inputs, retain_graph=True)
+        if head_bias is not bias:
+            assert frozen.decoded == in_forward, "backward has no use for a frozen weight"
+        assert all(map(torch.equal, grads, torch.autograd.grad(2 * loss, inputs)))
+        expected = reference.chunked_cross_entropy(hidden, frozen.dense(), targets, head_bias)
+        torch.testing.assert_close(loss, expected)
+        for a, e in zip(grads, torch.autograd.grad(2 * expected, inputs), strict=True):
+            torch.testing.assert_close(a, e)
 
 
 def test_a_trainable_subclass_weight_receives_its_gradient():
@@ -356,49 +379,48 @@ def test_a_trainable_subclass_weight_receives_its_gradient():
         torch.testing.assert_close(a.as_subclass(torch.Tensor), e)
 
 
-def test_autocast_is_that_of_linear():
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("chunk_size", [5, 100])
+def test_autocast_is_that_of_linear(frozen, chunk_size):
     hidden, weight, targets, bias = make()
+    arguments = (weight, targets, bias)
+    kw = {"frozen": frozen}
+    ours_function = partial(ts_kernels.chunked_cross_entropy, chunk_size=chunk_size)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = value_and_grads(
-            ts_kernels.chunked_cross_entropy, hidden, weight, targets, bias, chunk_size=5
-        )
-        plain = value_and_grads(reference.chunked_cross_entropy, hidden, weight, targets, bias)
+        ours = value_and_grads(ours_function, hidden, *arguments, **kw)
+        plain = value_and_grads(reference.chunked_cross_entropy, hidden, *arguments, **kw)
     h64, w64, b64 = wide(hidden, weight, bias)
-    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64)
-    for name, a, p, e in zip(NAMES, ours, plain, exact, strict=True):
-        assert a.dtype == torch.float32
-        assert_rounding_tier(a, p, e, name)
-    assert not torch.equal(
-        ours[0], ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=5)
-    )
+    exact = value_and_grads(reference.chunked_cross_entropy, h64, w64, targets, b64, **kw)
+    assert all(t.dtype == torch.float32 for t in ours)
+    compare(ours, plain, exact)
+    assert not torch.equal(ours[0], ours_function(hidden, *arguments))
 
 
-@pytest.mark.parametrize("train_weight", [True, False])
-def test_no_tensor_as_large_as_the_logits(train_weight):
+def test_no_tensor_as_large_as_the_logits():
     rows, classes, width = 64, 1009, 16
     hidden, weight, targets, bias = make(
         torch.bfloat16, rows=rows, classes=classes, width=width, masked=0.0
     )
     with LargestTensor() as ours, torch.no_grad():  # the operator's inside, which modes see
         _cross_entropy._implementation(
-            hidden, weight, bias, targets, 8, -100, None, torch.bfloat16, True, train_weight, True
+            hidden, weight, bias, targets, 8, -100, None, torch.bfloat16, True
         )
-    assert ours.elements <= max(8 * classes, classes * width)
-    assert ours.elements < rows * classes
+    assert ours.elements <= max(8 * classes, classes * width) < rows * classes
     with LargestTensor() as plain:
         reference.chunked_cross_entropy(hidden, weight, targets, bias)
     assert plain.elements == rows * classes
 
 
 @pytest.mark.slow
-def test_peak_memory_is_below_the_logits():
+@pytest.mark.parametrize("frozen", [True, False])
+def test_peak_memory_is_below_the_logits(frozen):
     """As the allocator saw it, through the public function and its backward."""
     rows, classes, width = 512, 8192, 32
     hidden, weight, targets, _ = make(rows=rows, classes=classes, width=width, masked=0.0)
-    weight = weight.detach()
+    weight.requires_grad_(not frozen)
 
     def peak_bytes(function, **kw):
-        hidden.grad = None
+        hidden.grad = weight.grad = None
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
@@ -433,11 +455,16 @@ def test_masked_rows_cost_nothing_on_the_cpu():
     assert flops.get_total_flops() == 2 * (2 * 3 * CLASSES * WIDTH)
 
 
-def test_create_graph_is_refused_by_name():
+def test_second_derivatives_are_refused_by_name(quantized):
     hidden, weight, targets, bias = make()
+    for head in (weight.detach(), quantized(weight.detach())):
+        loss = ts_kernels.chunked_cross_entropy(hidden, head, targets)
+        with pytest.raises(NotImplementedError, match=r"reference\.chunked_cross_entropy"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
     loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias)
-    with pytest.raises(NotImplementedError, match=r"reference\.chunked_cross_entropy"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"ts_kernels\.reference"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("target", [CLASSES, -1, -101, 10**9])
@@ -481,21 +508,20 @@ def test_bad_arguments(change, message):
 
 def test_opcheck():
     hidden, weight, targets, bias = make(torch.bfloat16)
-    operator = torch.ops.ts_kernels.linear_cross_entropy.default
-    for wanted in ((True, True, True), (True, False, False)):
-        args = [
-            t.detach().requires_grad_(on)
-            for t, on in zip((hidden, weight, bias), wanted, strict=True)
-        ]
-        torch.library.opcheck(operator, (*args, targets, 7, -100, None, torch.bfloat16, *wanted))
-    heads = (hidden.detach(), weight.detach(), None)
-    rest = (targets, 7, -100, 5.0, torch.bfloat16, False, False, False)
-    torch.library.opcheck(operator, (*heads, *rest))
+    operator = torch.ops.ts_kernels.frozen_head_cross_entropy.default
+    for want_hidden, head_bias, softcap in ((True, None, 5.0), (False, bias.detach(), None)):
+        heads = (hidden.detach().requires_grad_(want_hidden), weight.detach(), head_bias)
+        rest = (targets, 7, -100, softcap, torch.bfloat16, want_hidden)
+        torch.library.opcheck(operator, (*heads, *rest))
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_compiles_without_graph_breaks(autocast):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_compiles_without_graph_breaks(autocast, frozen):
     hidden, weight, targets, bias = make()
+    weight.requires_grad_(not frozen)
+    bias.requires_grad_(not frozen)
+    inputs = (hidden,) if frozen else (hidden, weight, bias)
 
     def step(hidden, weight, bias):
         return 2 * ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=7)
@@ -505,9 +531,7 @@ def test_compiles_without_graph_breaks(autocast):
         eager_loss, loss = step(hidden, weight, bias), compiled(hidden, weight, bias)
     assert torch.equal(loss, eager_loss)
     for a, b in zip(
-        torch.autograd.grad(loss, (hidden, weight, bias)),
-        torch.autograd.grad(eager_loss, (hidden, weight, bias)),
-        strict=True,
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(eager_loss, inputs), strict=True
     ):
         assert torch.equal(a, b)
 

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ts_kernels
 from ts_kernels import reference
-from ts_kernels._rms_norm import _mean_factor, torch_reduction
 from ts_kernels.testing import assert_rounding_tier
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -208,30 +207,3 @@ def test_compiles_without_graph_breaks():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for a, b in zip(eager, torch.autograd.grad(compiled(x, weight), (x, weight)), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    "rows, hidden, expected",
-    [
-        # worked out by hand from the rules of torch's setReduceConfig for float32
-        (8192, 4096, (32, 1, True)),  # 16 rows a block, 128 values a thread: one warp each
-        (512, 5120, (32, 1, True)),
-        (8192, 8192, (32, 16, True)),  # 256 values a thread: the whole block on one row
-        (1, 4096, (512, 1, True)),
-        (2, 4096, (256, 1, True)),
-        (2, 8192, (256, 2, True)),  # 32 values a thread is the limit for 2 rows
-        (100, 576, (32, 1, True)),
-        (100, 128, (32, 1, True)),
-        (100, 127, (32, 1, False)),
-        (100, 7, (4, 1, False)),
-        (5, 1, (1, 1, False)),
-    ],
-)
-def test_reduction_plan(rows, hidden, expected):
-    assert torch_reduction(rows, hidden) == expected
-
-
-def test_mean_factor_is_rounded_as_torch_rounds_it():
-    assert _mean_factor(3, 4) == 0.25
-    rows, hidden = 29127, 577  # 16,806,279 is no float32: torch divides by 16,806,280
-    assert _mean_factor(rows, hidden) == float(torch.tensor(float(rows)) / torch.tensor(16806280.0))

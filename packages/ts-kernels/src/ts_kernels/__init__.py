@@ -5,10 +5,11 @@ else the same functions run in PyTorch. Importing initializes no CUDA context an
 """
 
 from ts_kernels import reference
-from ts_kernels._cross_entropy import chunked_cross_entropy, count_targets
+from ts_kernels._cross_entropy import chunked_cross_entropy
 from ts_kernels._logprobs import sequence_logprobs
 from ts_kernels._losses import causal_lm_loss, dpo_loss
 from ts_kernels._rms_norm import rms_norm
+from ts_kernels._targets import count_targets
 
 __version__ = "0.8.0"
 

@@ -61,7 +61,7 @@ def walk_chunks(
                 hidden, head, classes, targets, options, wanted, grad_dtype, scale, kept
             )
     rows = hidden.shape[0]
-    loss_dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
     losses = torch.empty(rows, dtype=loss_dtype, device=hidden.device)
     hidden_grad = (
         torch.empty(hidden.shape, dtype=grad_dtype, device=hidden.device) if wanted.hidden else None

@@ -33,22 +33,15 @@ def is_plain(weight: Tensor) -> bool:
     return isinstance(weight, FakeTensor)
 
 
-def weight_grad_dtype(compute_dtype: torch.dtype, rows: int, chunk_size: int) -> torch.dtype:
-    """The dtype in which a weight's unscaled gradient is held until backward.
-
-    Several chunks are summed in float32; the product of a single one is rounded anyway. fp16 could
-    overflow before it is scaled.
-    """
-    if rows <= chunk_size and compute_dtype == torch.bfloat16:
-        return compute_dtype
-    return torch.promote_types(compute_dtype, torch.float32)
-
-
 class DenseHead:
     """An ordinary weight [V, D] and bias [V], used in `compute_dtype`.
 
-    The weight's gradient is summed over the chunks in `grad_dtype`, the bias's in float32 (float64
-    for float64).
+    Args:
+        weight, bias: of any dtype; converted once if need be.
+        compute_dtype: the dtype of the matmuls' inputs and of the logits.
+        wanted: the gradients that `backward` computes.
+        one_chunk: nothing has to be summed, so the weight's gradient is made in the weight's
+            dtype; otherwise it is summed in float32 (float64 for float64).
     """
 
     def __init__(
@@ -57,12 +50,13 @@ class DenseHead:
         bias: Tensor | None,
         compute_dtype: torch.dtype,
         wanted: Wanted,
-        grad_dtype: torch.dtype = torch.float32,
+        one_chunk: bool = False,
     ) -> None:
         self._weight = weight.to(compute_dtype)
         self._bias = None if bias is None else bias.to(compute_dtype)
         self._dtype = compute_dtype
-        self._grad_dtype = grad_dtype
+        self._wide = torch.promote_types(compute_dtype, torch.float32)
+        self._sum_dtype = weight.dtype if one_chunk else self._wide
         self._wanted = wanted
         self._hidden: Tensor | None = None
         self._weight_grad: Tensor | None = None
@@ -76,41 +70,46 @@ class DenseHead:
     def backward(self, logits_grad: Tensor, hidden_grad: Tensor | None) -> None:
         """Adds the chunk's part to the sums and writes `hidden_grad` [rows, D]."""
         if hidden_grad is not None:
-            torch.mm(logits_grad, self._weight, out=hidden_grad)
+            if hidden_grad.dtype == self._dtype or logits_grad.is_cuda:
+                _product(logits_grad, self._weight, hidden_grad)
+            else:  # not worth a copy of the weight in another dtype
+                hidden_grad.copy_(logits_grad @ self._weight)
         if self._wanted.weight:
             assert self._hidden is not None
             if self._weight_grad is None:
-                self._weight_grad = _product(logits_grad.t(), self._hidden, self._grad_dtype)
+                self._weight_grad = torch.empty_like(self._weight, dtype=self._sum_dtype)
+                _product(logits_grad.t(), self._hidden, self._weight_grad)
             else:
                 _add_product(self._weight_grad, logits_grad.t(), self._hidden)
         if self._wanted.bias:
-            wide = torch.promote_types(self._dtype, torch.float32)
-            part = logits_grad.sum(dim=0, dtype=wide)
+            part = logits_grad.sum(dim=0, dtype=self._wide)
             self._bias_grad = part if self._bias_grad is None else self._bias_grad.add_(part)
 
     @property
     def weight_grad(self) -> Tensor | None:
         """[V, D] sum over the chunks seen so far, zero for none; None if not wanted."""
         if self._wanted.weight and self._weight_grad is None:
-            return torch.zeros_like(self._weight, dtype=self._grad_dtype)
+            return torch.zeros_like(self._weight, dtype=self._sum_dtype)
         return self._weight_grad
 
     @property
     def bias_grad(self) -> Tensor | None:
-        """[V] likewise."""
+        """[V] likewise, in float32 (float64 for float64)."""
         if self._wanted.bias and self._bias_grad is None:
-            wide = torch.promote_types(self._dtype, torch.float32)
-            return self._weight.new_zeros(self._weight.shape[0], dtype=wide)
+            return self._weight.new_zeros(self._weight.shape[0], dtype=self._wide)
         return self._bias_grad
 
 
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left @ right, rounded to `dtype` only."""
-    if left.dtype == dtype:
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left @ right, rounded to the dtype of `out` only."""
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    elif out.dtype.itemsize <= left.dtype.itemsize:
+        out.copy_(left @ right)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

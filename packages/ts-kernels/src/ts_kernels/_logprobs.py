@@ -1,8 +1,8 @@
 """Log-probabilities of labels under an output layer: operators and the public function.
 
-A sequence's gradient is scaled by what comes from above, different for each sequence, so here the
-logits are computed again in backward, chunk by chunk, with each row's scale applied in fp32. Kept
-in between: hidden and the weight themselves, nothing of their size besides.
+Each row's gradient is scaled by what comes from above, so the logits are computed again in
+backward, chunk by chunk, and the scale is applied in fp32 where their gradient is formed. Kept in
+between: hidden and the weight themselves, nothing of their size besides.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain, weight_grad_dtype
+from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._precision import compute_dtype, without_autocast
+from ts_kernels._targets import shifted
 
 _NOTHING = Wanted(False, False, False)
 
@@ -44,7 +45,7 @@ def _forward(
 
 
 def _forward_fake(hidden: Tensor, *unused: Any) -> Tensor:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.new_empty(hidden.shape[:1], dtype=dtype)
 
 
@@ -64,14 +65,13 @@ def _backward_implementation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = Wanted(want_hidden, want_weight, want_bias)
     with without_autocast(hidden):
-        grad_dtype = weight_grad_dtype(compute_dtype, hidden.shape[0], chunk_size)
-        head = DenseHead(weight, bias, compute_dtype, wanted, grad_dtype)
+        head = DenseHead(weight, bias, compute_dtype, wanted, hidden.shape[0] <= chunk_size)
         options = Options(chunk_size, ignore_index, softcap)
         rows = walk_chunks(
-            hidden, head, weight.shape[0], targets, options, wanted, compute_dtype, grad.neg()
+            hidden, head, weight.shape[0], targets, options, wanted, hidden.dtype, grad.neg()
         )
         return (
-            hidden.new_empty(0) if rows.hidden_grad is None else rows.hidden_grad.to(hidden.dtype),
+            hidden.new_empty(0) if rows.hidden_grad is None else rows.hidden_grad,
             hidden.new_empty(0) if head.weight_grad is None else head.weight_grad.to(weight.dtype),
             hidden.new_empty(0)
             if head.bias_grad is None or bias is None
@@ -176,11 +176,18 @@ class _SubclassLogprobs(torch.autograd.Function):
         )
 
 
-def shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """labels [..., T] moved one step left, so that position t holds the label of t + 1."""
-    targets = torch.full_like(labels, ignore_index)
-    targets[..., :-1] = labels[..., 1:]
-    return targets
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Options
+) -> Tensor:
+    """[N] log-probability of each target, 0 for those ignored; hidden [N, D], targets [N]."""
+    if is_plain(weight):
+        tokens: Tensor = torch.ops.ts_kernels.token_logprobs(
+            hidden, weight, bias, targets, *options, compute_dtype(hidden, weight)
+        )
+        return tokens
+    apply: Any = _SubclassLogprobs.apply
+    tokens = apply(hidden, weight, bias, targets, options)
+    return tokens
 
 
 def sequence_logprobs(
@@ -226,13 +233,7 @@ def sequence_logprobs(
     targets = shifted(labels, ignore_index) if shift else labels
     options = Options(chunk_size, ignore_index, logit_softcap)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if is_plain(weight):
-        tokens: Tensor = torch.ops.ts_kernels.token_logprobs(
-            rows, weight, bias, flat, *options, compute_dtype(hidden, weight)
-        )
-    else:
-        apply: Any = _SubclassLogprobs.apply
-        tokens = apply(rows, weight, bias, flat, options)
+    tokens = token_logprobs(rows, weight, bias, flat, options)
     sums = tokens.reshape(labels.shape).sum(dim=-1)
     if not average:
         return sums

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ts_kernels._checks import check_head, check_targets
 from ts_kernels._cross_entropy import chunked_cross_entropy
-from ts_kernels._logprobs import shifted
+from ts_kernels._targets import shifted
 
 
 def causal_lm_loss(

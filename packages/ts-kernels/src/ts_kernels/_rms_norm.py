@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ts_kernels._backend import on_device_of, use_triton
 from ts_kernels._library import define_op, not_twice_differentiable
+from ts_kernels._rms_norm_plan import backward_plan, forward_plan, mean_factor
 
 # The kernels hold whole rows in registers; wider rows take the PyTorch path.
 _WIDEST = 32768
-# Rows of partial sums of a weight gradient.
-_MOST_PROGRAMS = 256
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -157,46 +154,6 @@ define_op(
 )
 
 
-class TorchReduction(NamedTuple):
-    """How torch's CUDA reduction spreads the sum of one contiguous row over threads."""
-
-    width: int  # threads along the row
-    height: int  # of which as many groups work on one row
-    vectorized: bool  # a thread's four accumulators hold neighbours, or values `width` apart
-
-
-@lru_cache(maxsize=1024)
-def torch_reduction(rows: int, hidden: int) -> TorchReduction:
-    """The block that torch chooses for a mean over the last of [rows, hidden] float32 values."""
-    vectorized = hidden >= 128
-    across = min(_last_power_of_2(hidden // 4 if vectorized else hidden), 512)
-    width = min(across, 32)
-    height = min(_last_power_of_2(rows), 512 // width)
-    width = min(across, 512 // height)
-    values_per_thread = -(-hidden // width)
-    split = values_per_thread >= min(height * 16, 256)
-    return TorchReduction(width, height if split else 1, vectorized)
-
-
-@lru_cache(maxsize=1024)
-def _mean_factor(rows: int, hidden: int) -> float:
-    """torch's factor of the mean: outputs over inputs, each rounded to float32."""
-    return _float32(_float32(rows) / _float32(rows * hidden))
-
-
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
-
-
-def _last_power_of_2(n: int) -> int:
-    return 1 << (n.bit_length() - 1)
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _as_rows(x: Tensor) -> Tensor:
     """[..., D] -> [rows, D] with unit column stride, copied only if it must be."""
     rows = x.reshape(-1, x.shape[-1])
@@ -209,64 +166,31 @@ def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     y, rstd = _forward_fake(x, weight, eps)
     x2 = _as_rows(x)
     rows, hidden = x2.shape
-    width, height, vectorized = torch_reduction(rows, hidden)
-    span = width * height * 4
-    steps = _next_power_of_2(-(-hidden // span))
-    rows_per_program = max(1, 2048 // (steps * span)) if rows >= 2048 else 1
+    plan = forward_plan(rows, hidden)
+    width, height, vectorized = plan.reduction
     with on_device_of(x):
-        rms_norm_forward_kernel[(-(-rows // rows_per_program),)](
+        rms_norm_forward_kernel[(-(-rows // plan.rows_per_program),)](
             x2,
             weight.contiguous(),
             y,
             rstd,
             x2.stride(0),
             rows,
-            _mean_factor(rows, hidden),
+            mean_factor(rows, hidden),
             float(eps),
             HIDDEN=hidden,
-            ROWS=rows_per_program,
-            STEPS=steps,
+            ROWS=plan.rows_per_program,
+            STEPS=plan.steps,
+            MORE_STEPS=plan.more_steps,
             WIDTH=width,
             HEIGHT=height,
             VECTORIZED=vectorized,
             LOG_WIDTH=width.bit_length() - 1,
             LOG_HEIGHT=height.bit_length() - 1,
-            num_warps=max(1, min(32, rows_per_program * steps * span // 1024)),
+            num_warps=plan.num_warps,
             enable_fp_fusion=False,
         )
     return y, rstd
-
-
-class BackwardPlan(NamedTuple):
-    """How the backward kernel walks [rows, hidden]; a matter of the shape alone."""
-
-    block: int  # columns, padded to a power of 2
-    rows_per_tile: int
-    tiles_per_program: int
-    programs: int
-    num_warps: int
-
-
-@lru_cache(maxsize=1024)
-def backward_plan(rows: int, hidden: int, want_weight: bool) -> BackwardPlan:
-    """With a weight gradient a program walks many tiles and sums over their rows.
-
-    How many never depends on the GPU, so that the order of the sum is fixed.
-    """
-    block = _next_power_of_2(hidden)
-    rows_per_tile = max(1, min(16, 2048 // block))
-    tiles = -(-rows // rows_per_tile)
-    programs = tiles
-    if want_weight:
-        programs = min(tiles, _MOST_PROGRAMS)
-    tiles_per_program = -(-tiles // programs)
-    return BackwardPlan(
-        block,
-        rows_per_tile,
-        tiles_per_program,
-        -(-tiles // tiles_per_program),
-        max(1, min(32, block * rows_per_tile // 512)),
-    )
 
 
 def _launch_backward(
@@ -276,7 +200,7 @@ def _launch_backward(
 
     x2, dy2 = _as_rows(x), _as_rows(dy)
     rows, hidden = x2.shape
-    plan = backward_plan(rows, hidden, want_weight)
+    plan = backward_plan(rows, hidden, want_weight, x2.itemsize + dy2.itemsize)
     dx, dw = _backward_fake(dy, x, weight, rstd, want_x, want_weight)
     parts = rstd  # not written without a weight gradient
     if want_weight:
@@ -296,20 +220,15 @@ def _launch_backward(
             HIDDEN=hidden,
             ROWS=plan.rows_per_tile,
             BLOCK=plan.block,
+            MORE=plan.more,
             WANT_X=want_x,
             WANT_WEIGHT=want_weight,
-            STAGES=1,
+            STAGES=plan.stages,
             num_warps=plan.num_warps,
         )
         if want_weight:
-            columns = 32
+            columns = 16
             sum_parts_kernel[(-(-hidden // columns),)](
-                parts,
-                dw,
-                plan.programs,
-                HIDDEN=hidden,
-                ROWS=64,
-                COLUMNS=columns,
-                num_warps=4,
+                parts, dw, plan.programs, HIDDEN=hidden, ROWS=64, COLUMNS=columns, num_warps=4
             )
     return dx, dw

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ts_kernels._cross_entropy import _divisor
-from ts_kernels._logprobs import shifted
+from ts_kernels._targets import divisor, shifted
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def chunked_cross_entropy(
     losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap)
     total = losses.sum()
     if num_items is not None:
-        return total / _divisor(num_items, total.device)
+        return total / divisor(num_items, total.device)
     if reduction == "sum":
         return total
     return total / (targets != ignore_index).sum().clamp(min=1)

@@ -9,6 +9,8 @@
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
 Shapes: x, y, dy, dx [rows, HIDDEN] with unit column stride; weight [HIDDEN]; rstd [rows] fp32.
+Whole rows are held in registers, in two blocks of columns so that a size such as 5120 is 4096 and
+1024 rather than 8192 padded; the second may be absent (0).
 """
 
 import triton
@@ -40,25 +42,21 @@ def _add_steps(acc, tile, ROWS: tl.constexpr, STEPS: tl.constexpr, SPAN: tl.cons
 
 
 @triton.jit
-def _sum_like_torch(
-    tile,
+def _add_lanes(
+    acc,
     ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     LOG_HEIGHT: tl.constexpr,
 ):
-    """Adds up the rows of `tile` [ROWS, STEPS, SPAN] in the order of torch's CUDA reduction.
+    """[ROWS, HEIGHT * WIDTH * 4] -> [ROWS], as a WIDTH x HEIGHT block of torch's reduction does.
 
-    There a row is read by a block of WIDTH x HEIGHT threads, SPAN = WIDTH * HEIGHT * 4 values at
-    a step, with four accumulators a thread. These are added in turn, then across the width, then
-    across the height, halving each time.
+    A thread's four accumulators are added in turn, then the threads across the width, then across
+    the height, halving each time.
     """
     LANES: tl.constexpr = ROWS * HEIGHT * WIDTH
-    SPAN: tl.constexpr = WIDTH * HEIGHT * 4
-    acc = _add_steps(tl.zeros([ROWS, SPAN], tl.float32), tile, ROWS, STEPS, SPAN)
     if VECTORIZED:  # a thread reads four neighbours
         lanes = tl.reshape(acc, [LANES, 2, 2])
     else:  # a thread's four values lie WIDTH apart (HEIGHT is 1)
@@ -70,6 +68,23 @@ def _sum_like_torch(
     lane_sums = ((a0 + a1) + a2) + a3
     row_parts = _halving_sum(lane_sums, ROWS * HEIGHT, WIDTH, LOG_WIDTH)
     return _halving_sum(row_parts, ROWS, HEIGHT, LOG_HEIGHT)
+
+
+@triton.jit
+def _load_steps(x_ptr, row, row_ok, x_stride, col, HIDDEN: tl.constexpr):
+    """x of the rows at columns col [STEPS, SPAN]; 0 outside."""
+    ok = row_ok[:, None, None] & (col < HIDDEN)[None, :, :]
+    return tl.load(x_ptr + row[:, None, None] * x_stride + col[None, :, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN: tl.constexpr):
+    """Writes weight * round(x * rstd) of the rows at columns col [STEPS, SPAN]."""
+    weight = tl.load(weight_ptr + col, mask=col < HIDDEN, other=0.0).to(tl.float32)
+    xhat = (x.to(tl.float32) * rstd[:, None, None]).to(x.dtype).to(tl.float32)
+    y = (weight[None, :, :] * xhat).to(y_ptr.dtype.element_ty)
+    ok = row_ok[:, None, None] & (col < HIDDEN)[None, :, :]
+    tl.store(y_ptr + row[:, None, None] * HIDDEN + col[None, :, :], y, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "mean_factor", "eps"])
@@ -85,13 +100,17 @@ def rms_norm_forward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    MORE_STEPS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEIGHT: tl.constexpr,
     VECTORIZED: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     LOG_HEIGHT: tl.constexpr,
 ):
-    """ROWS whole rows per program, as [ROWS, STEPS, SPAN] with STEPS * SPAN >= HIDDEN.
+    """ROWS rows per program; squares are added in the order of torch's CUDA reduction.
+
+    There a row is read by WIDTH x HEIGHT threads, SPAN = WIDTH * HEIGHT * 4 values at a step.
+    (STEPS + MORE_STEPS) * SPAN >= HIDDEN; zeros beyond HIDDEN change no sum.
 
     Launch with enable_fp_fusion=False: a fused multiply-add would round once where torch's
     separate kernels round twice.
@@ -99,22 +118,37 @@ def rms_norm_forward_kernel(
     SPAN: tl.constexpr = WIDTH * HEIGHT * 4
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
-    step = tl.arange(0, STEPS)[:, None] * SPAN
-    col = step + tl.arange(0, SPAN)[None, :]
-    col_ok = col < HIDDEN
-    ok = row_ok[:, None, None] & col_ok[None, :, :]
+    col = tl.arange(0, STEPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    x = _load_steps(x_ptr, row, row_ok, x_stride, col, HIDDEN)
+    if MORE_STEPS > 0:
+        more_col = tl.arange(0, MORE_STEPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+        more_col += STEPS * SPAN
+        more_x = _load_steps(x_ptr, row, row_ok, x_stride, more_col, HIDDEN)
 
-    x = tl.load(x_ptr + row[:, None, None] * x_stride + col[None, :, :], mask=ok, other=0.0)
     h = x.to(tl.float32)
-    total = _sum_like_torch(h * h, ROWS, STEPS, WIDTH, HEIGHT, VECTORIZED, LOG_WIDTH, LOG_HEIGHT)
+    acc = _add_steps(tl.zeros([ROWS, SPAN], tl.float32), h * h, ROWS, STEPS, SPAN)
+    if MORE_STEPS > 0:
+        more_h = more_x.to(tl.float32)
+        acc = _add_steps(acc, more_h * more_h, ROWS, MORE_STEPS, SPAN)
+    total = _add_lanes(acc, ROWS, WIDTH, HEIGHT, VECTORIZED, LOG_WIDTH, LOG_HEIGHT)
     variance = total * tl.full([], mean_factor, tl.float32)
     rstd = tl.rsqrt(variance + tl.full([], eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row_ok)
 
-    weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
-    xhat = (h * rstd[:, None, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
-    y = (weight[None, :, :] * xhat).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row[:, None, None] * HIDDEN + col[None, :, :], y, mask=ok)
+    _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN)
+    if MORE_STEPS > 0:
+        _store_steps(more_x, rstd, weight_ptr, y_ptr, row, row_ok, more_col, HIDDEN)
+
+
+@triton.jit
+def _load_block(ptr, row, stride, col, ok):
+    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _store_dx(wdy, xhat, mean, rstd, dx_ptr, row, col, ok, HIDDEN: tl.constexpr):
+    dx = ((wdy - xhat * mean[:, None]) * rstd[:, None]).to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + row[:, None] * HIDDEN + col[None, :], dx, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -132,6 +166,7 @@ def rms_norm_backward_kernel(
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MORE: tl.constexpr,
     WANT_X: tl.constexpr,
     WANT_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -139,32 +174,49 @@ def rms_norm_backward_kernel(
     """Each program walks `tiles` tiles of ROWS whole rows and writes one row of dw_parts.
 
     The tiles of a program depend on the shape alone, so the weight gradient is summed in the
-    same order on every run.
+    same order on every run. BLOCK + MORE >= HIDDEN.
     """
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     col_ok = col < HIDDEN
     weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    if MORE > 0:
+        more_col = BLOCK + tl.arange(0, MORE)
+        more_col_ok = more_col < HIDDEN
+        more_weight = tl.load(weight_ptr + more_col, mask=more_col_ok, other=0.0).to(tl.float32)
+        more_acc = tl.zeros([ROWS, MORE], dtype=tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
         row_ok = row < rows
         ok = row_ok[:, None] & col_ok[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + col[None, :], mask=ok, other=0.0)
-        dy = tl.load(dy_ptr + row[:, None] * dy_stride + col[None, :], mask=ok, other=0.0)
-        dy = dy.to(tl.float32)
+        x = _load_block(x_ptr, row, x_stride, col, ok)
+        dy = _load_block(dy_ptr, row, dy_stride, col, ok).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row_ok, other=0.0)
         xhat = x.to(tl.float32) * rstd[:, None]
+        wdy = dy * weight[None, :]
+        total = tl.sum(wdy * xhat, axis=1)
+        if MORE > 0:
+            more_ok = row_ok[:, None] & more_col_ok[None, :]
+            more_x = _load_block(x_ptr, row, x_stride, more_col, more_ok)
+            more_dy = _load_block(dy_ptr, row, dy_stride, more_col, more_ok).to(tl.float32)
+            more_xhat = more_x.to(tl.float32) * rstd[:, None]
+            more_wdy = more_dy * more_weight[None, :]
+            total += tl.sum(more_wdy * more_xhat, axis=1)
         if WANT_X:
-            wdy = dy * weight[None, :]
-            mean = tl.sum(wdy * xhat, axis=1) / HIDDEN
-            dx = (wdy - xhat * mean[:, None]) * rstd[:, None]
-            dx = dx.to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + row[:, None] * HIDDEN + col[None, :], dx, mask=ok)
+            mean = total / HIDDEN
+            _store_dx(wdy, xhat, mean, rstd, dx_ptr, row, col, ok, HIDDEN)
+            if MORE > 0:
+                _store_dx(more_wdy, more_xhat, mean, rstd, dx_ptr, row, more_col, more_ok, HIDDEN)
         if WANT_WEIGHT:
-            acc += dy * xhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+            acc += dy * xhat.to(x.dtype).to(tl.float32)
+            if MORE > 0:
+                more_acc += more_dy * more_xhat.to(x.dtype).to(tl.float32)
     if WANT_WEIGHT:
-        tl.store(dw_parts_ptr + program * HIDDEN + col, tl.sum(acc, axis=0), mask=col_ok)
+        parts = dw_parts_ptr + program * HIDDEN
+        tl.store(parts + col, tl.sum(acc, axis=0), mask=col_ok)
+        if MORE > 0:
+            tl.store(parts + more_col, tl.sum(more_acc, axis=0), mask=more_col_ok)
 
 
 @triton.jit(do_not_specialize=["parts"])
