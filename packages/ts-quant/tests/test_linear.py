@@ -170,14 +170,17 @@ def test_no_full_precision_copy_outlives_the_call(
     import weakref
 
     made: list[weakref.ref[Tensor]] = []
-    original = QuantTensor.dequantize
 
-    def watched(self: QuantTensor, *args: object, **kwargs: object) -> Tensor:
-        dense = original(self, *args, **kwargs)  # type: ignore[arg-type]
-        made.append(weakref.ref(dense))
-        return dense
+    def watch(decode: Callable[[QuantTensor, torch.dtype], Tensor]) -> object:
+        def watched(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
+            dense = decode(weight, dtype)
+            made.append(weakref.ref(dense))
+            return dense
 
-    monkeypatch.setattr(QuantTensor, "dequantize", watched)
+        return watched
+
+    for name in ("_decode", "_decode_again"):
+        monkeypatch.setattr(ts_quant.linear, name, watch(getattr(ts_quant.linear, name)))
     linear = frozen(N_IN, N_OUT, codec)
     x = torch.randn(4, N_IN, requires_grad=True)
     y = linear(x)

@@ -71,6 +71,7 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _on_dequantized(func, args, kwargs)
     for mine, new in zip(target.buffers(), _encoded_like(target, source), strict=True):
         func(mine, new, *args[2:], **kwargs)
+    target._edits += 1
     return target
 
 

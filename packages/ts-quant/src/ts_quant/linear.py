@@ -14,27 +14,16 @@ then runs a batched product and this module a flat one.)
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-
-class EncodedWeight(Protocol):
-    """What `frozen_linear` needs of a weight: a QuantTensor, or anything that decodes."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def buffers(self) -> tuple[Tensor, ...]: ...
-
-    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor: ...
+if TYPE_CHECKING:
+    from ts_quant.tensor import QuantTensor
 
 
-def frozen_linear(x: Tensor, weight: EncodedWeight, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) -> Tensor:
     """y = x @ W.T + bias, differentiable in x and bias.
 
     Under autocast x, bias and the decoded weight take the autocast dtype, as in torch's linear.
@@ -50,7 +39,7 @@ def frozen_linear(x: Tensor, weight: EncodedWeight, bias: Tensor | None = None) 
     Raises:
         RuntimeError: shapes, dtypes or devices that torch's linear refuses on the decoded weight.
     """
-    dtype = weight.dtype
+    dtype = weight._decoded_dtype
     target = _autocast_dtype(x.device.type)
     if target is not None:
         x = _autocast(x, target)
@@ -66,11 +55,12 @@ def frozen_linear(x: Tensor, weight: EncodedWeight, bias: Tensor | None = None) 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: EncodedWeight, bias: Tensor | None, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: QuantTensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         ctx.weight = weight
         ctx.dtype = dtype
-        ctx.version = _version(weight)
+        # Compiled code would be compiled again for every new count.
+        ctx.edits = None if torch.compiler.is_compiling() else weight._edits
         # Which product PyTorch's backward would run depends on x's layout, not on its values.
         ctx.transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.flat_bias = x.dim() <= 2 or (x.dim() == 3 and x.is_contiguous())
@@ -116,40 +106,34 @@ def _refuse_second(grad: Tensor, grad_y: Tensor) -> Tensor:
     return refused
 
 
-def _decode(weight: EncodedWeight, dtype: torch.dtype) -> Tensor:
+def _decode(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
     """The weight in `dtype`, rounded as if its full-precision self had been cast to it."""
     direct = _direct_dtype(weight, dtype)
     dense = weight.dequantize(direct)
     return dense if direct is dtype else dense.to(dtype)
 
 
-def _decode_again(weight: EncodedWeight, dtype: torch.dtype) -> Tensor:
+def _decode_again(weight: QuantTensor, dtype: torch.dtype) -> Tensor:
     """The same values for backward, by way of the out-variant.
 
     The two calls being different operations, torch.compile cannot merge them into one decode
     whose full-precision result it would save from forward to backward.
     """
     direct = _direct_dtype(weight, dtype)
-    out = torch.empty(weight.shape, dtype=direct, device=weight.buffers()[0].device)
-    dense = weight.dequantize(out=out)
+    device = weight.buffers()[0].device
+    dense = torch.empty(weight._decoded_shape, dtype=direct, device=device)
+    weight._decode_out(dense)
     return dense if direct is dtype else dense.to(dtype)
 
 
-def _direct_dtype(weight: EncodedWeight, dtype: torch.dtype) -> torch.dtype:
+def _direct_dtype(weight: QuantTensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype to decode to on the way to `dtype`: never skip a rounding of the weight's own."""
-    exact = weight.dtype in (torch.float32, torch.float64)
-    return dtype if exact else weight.dtype
-
-
-def _version(weight: EncodedWeight) -> int | None:
-    """Counts in-place changes of the weight; not tracked by torch.compile or in inference mode."""
-    if torch.compiler.is_compiling() or not isinstance(weight, Tensor) or weight.is_inference():
-        return None
-    return weight._version
+    own = weight._decoded_dtype
+    return dtype if own is torch.float32 or own is torch.float64 else own
 
 
 def _refuse_changed(ctx: Any) -> None:
-    if ctx.version is not None and _version(ctx.weight) not in (None, ctx.version):
+    if ctx.edits is not None and ctx.weight._edits != ctx.edits:
         raise RuntimeError(
             "a quantized weight was modified in place (copy_ or load_state_dict) between forward "
             "and backward, so its gradient would be that of other values; load weights only "

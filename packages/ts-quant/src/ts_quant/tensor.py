@@ -46,7 +46,13 @@ class QuantTensor(torch.Tensor):
         dtype: floating dtype that the weight is decoded to by default.
     """
 
+    # Python attributes, because reading `dtype` or `shape` of a subclass costs a round through
+    # __torch_function__, which a linear layer would pay several times per call.
     _spec: QuantSpec
+    _decoded_dtype: torch.dtype
+    _decoded_shape: torch.Size
+    _edits: int
+    """How often the values were changed in place; see `ts_quant.linear`."""
 
     @staticmethod
     def __new__(
@@ -62,6 +68,9 @@ class QuantTensor(torch.Tensor):
         self, buffers: Sequence[Tensor], spec: QuantSpec, shape: torch.Size, dtype: torch.dtype
     ) -> None:
         self._spec = spec
+        self._decoded_dtype = dtype
+        self._decoded_shape = shape
+        self._edits = 0
         for name, buffer in zip(codec_named(spec.codec).buffer_names, buffers, strict=True):
             setattr(self, name, buffer)
 
@@ -101,24 +110,32 @@ class QuantTensor(torch.Tensor):
         Raises:
             OptionError: `dtype` is not floating, or `out` does not fit.
         """
-        codec = codec_named(self._spec.codec)
         if out is not None:
             self._check_out(out, dtype)
-            codec.decode_out(self.buffers(), self._spec.block_size, out)
+            self._decode_out(out)
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)
             return out
-        dtype = self.dtype if dtype is None else dtype
-        if not dtype.is_floating_point:
+        if dtype is None:
+            dtype = self._decoded_dtype
+        elif not dtype.is_floating_point:
             raise OptionError(f"dequantize() gives floating dtypes, not {dtype}")
-        return codec.decode(self.buffers(), self._spec.block_size, self.shape, dtype)
+        codec = codec_named(self._spec.codec)
+        return codec.decode(self.buffers(), self._spec.block_size, self._decoded_shape, dtype)
+
+    def _decode_out(self, out: Tensor) -> None:
+        codec_named(self._spec.codec).decode_out(self.buffers(), self._spec.block_size, out)
 
     def _check_out(self, out: Tensor, dtype: torch.dtype | None) -> None:
         device = self.buffers()[0].device
-        if out.shape != self.shape or out.device != device or not out.dtype.is_floating_point:
+        if (
+            out.shape != self._decoded_shape
+            or out.device != device
+            or not out.dtype.is_floating_point
+        ):
             raise OptionError(
                 f"out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; expected shape "
-                f"{tuple(self.shape)}, a floating dtype, on {device}"
+                f"{tuple(self._decoded_shape)}, a floating dtype, on {device}"
             )
         if not out.is_contiguous():
             raise OptionError(f"out has strides {out.stride()}; expected a contiguous tensor")
@@ -129,12 +146,12 @@ class QuantTensor(torch.Tensor):
         self, buffers: Sequence[Tensor], dtype: torch.dtype | None = None
     ) -> QuantTensor:
         """A QuantTensor of the same shape and format over other inner tensors."""
-        return QuantTensor(buffers, self._spec, self.shape, dtype or self.dtype)
+        return QuantTensor(buffers, self._spec, self._decoded_shape, dtype or self._decoded_dtype)
 
     # -- PyTorch's protocols -------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        return list(codec_named(self._spec.codec).buffer_names), (self._spec, self.dtype)
+        return list(codec_named(self._spec.codec).buffer_names), (self._spec, self._decoded_dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -244,7 +261,7 @@ def _linear_arguments(
     input: Any, weight: Any, bias: Any = None
 ) -> tuple[Tensor, QuantTensor, Tensor | None] | None:
     """F.linear's arguments if its frozen path applies, else None."""
-    if not isinstance(weight, QuantTensor) or weight.dim() != 2:
+    if not isinstance(weight, QuantTensor) or len(weight._decoded_shape) != 2:
         return None
     if isinstance(input, QuantTensor) or isinstance(bias, QuantTensor):
         return None
@@ -281,5 +298,8 @@ def _set_data(target: QuantTensor, value: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         _SET_DATA(target, value)
     target._spec = value._spec
+    target._decoded_dtype = value._decoded_dtype
+    target._decoded_shape = value._decoded_shape
+    target._edits += 1
     for name in codec_named(value.codec).buffer_names:
         setattr(target, name, getattr(value, name))
