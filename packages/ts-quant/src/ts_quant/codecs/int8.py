@@ -43,7 +43,9 @@ class Int8Codec(BlockwiseCodec):
         codes[start:stop].copy_(steps.view(-1))
 
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:
-        return codes[start:stop].to(torch.float32).div_(LEVELS)
+        # A tensor divisor: by a number, torch multiplies with the rounded inverse on a GPU.
+        levels = torch.full((), LEVELS, dtype=torch.float32, device=codes.device)
+        return codes[start:stop].to(torch.float32).div_(levels)
 
 
 CODEC = register(Int8Codec())

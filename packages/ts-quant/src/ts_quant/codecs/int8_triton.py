@@ -38,7 +38,7 @@ class DecodeConfig:
     """
 
     values: int = 4096
-    num_warps: int = 4
+    num_warps: int = 8
 
 
 DEFAULT_CONFIG = DecodeConfig()

@@ -46,8 +46,8 @@ class DecodeConfig:
     """
 
     lookup: str = "gather"
-    words: int = 512
-    num_warps: int = 4
+    words: int = 128
+    num_warps: int = 1
 
 
 DEFAULT_CONFIG = DecodeConfig()
