@@ -15,6 +15,15 @@ VOCABULARY = 256
 
 
 @pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few kilobytes: a second thread only costs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars; a Trainer's change of the log level does not outlive its test."""
     import transformers.utils.logging as hf_logging
@@ -60,6 +69,7 @@ def tiny_config() -> Callable[..., Any]:
         }
         if family == "gpt2":
             fields = {**common, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+            fields |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             return transformers.GPT2Config(**{**fields, **changes})
         if family == "mixtral":
             fields = {**llama_like, "num_local_experts": 12, "num_hidden_layers": 2}
@@ -77,7 +87,7 @@ def tiny_config() -> Callable[..., Any]:
 
 @pytest.fixture
 def tiny_model(tiny_config: Callable[..., Any]) -> Callable[..., Any]:
-    """tiny_model("llama", seed=0, **changes): an ordinary transformers model with random weights."""
+    """tiny_model("llama", seed=0, **changes): an ordinary transformers model, random weights."""
 
     def make(family: str, *, seed: int = 0, **changes: Any) -> Any:
         from transformers import AutoModelForCausalLM
@@ -119,7 +129,7 @@ def token_rows() -> Callable[..., list[dict[str, torch.Tensor]]]:
 
 @pytest.fixture
 def training_arguments(tmp_path: Path) -> Callable[..., Any]:
-    """training_arguments(**changes): TrainingArguments for the CPU that print and report nothing."""
+    """training_arguments(**changes): TrainingArguments for the CPU that report nothing."""
 
     def make(**changes: Any) -> Any:
         from transformers import TrainingArguments

@@ -45,9 +45,7 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     assert clean_leftovers(tmp_path / "nowhere") == []
 
 
-def test_killed_between_the_two_renames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "thing"
     with atomic_directory(target) as aside:
         (aside / "a").write_text("old")

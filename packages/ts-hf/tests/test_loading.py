@@ -111,7 +111,9 @@ def test_quantized_while_reading(checkpoint: Callable[..., Path], codec: str) ->
             assert torch.equal(parameter.dequantize(), wanted.dequantize())
         else:
             assert torch.equal(parameter, reference)
-    linear = {f"{n}.weight" for n, m in plain.model.layers.named_modules() if hasattr(m, "in_features")}
+    linear = {
+        f"{n}.weight" for n, m in plain.model.layers.named_modules() if hasattr(m, "in_features")
+    }
     assert quantized == {f"model.layers.{name}" for name in linear}
     assert model.trainstream_load.quantized_tensors == len(quantized) == 4 * 7
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -272,7 +274,7 @@ def test_folder_and_config_errors(checkpoint: Callable[..., Path], tmp_path: Pat
     with pytest.raises(DataError, match=r"config\.json.*architecture 'llamma9'"):
         ts_hf.load_model(folder)
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
-    with pytest.raises(DataError, match="no causal language model can be made for .*'vit'"):
+    with pytest.raises(DataError, match=r"no causal language model can be made for .*'vit'"):
         ts_hf.load_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json"):
@@ -291,14 +293,12 @@ def test_stored_quantized_is_not_built_yet(checkpoint: Callable[..., Path]) -> N
         ts_hf.load_model(folder)
 
 
-# -- options --------------------------------------------------------------------------------------
+# -- options ------------------------------------------------------------------------------------
 
 
 def test_config_overrides(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("llama")
-    model = ts_hf.load_model(
-        folder, quantize=None, rms_norm_eps=1e-3, attn_implementation="eager"
-    )
+    model = ts_hf.load_model(folder, quantize=None, rms_norm_eps=1e-3, attn_implementation="eager")
     assert model.model.norm.variance_epsilon == 1e-3
     assert model.config._attn_implementation == "eager"
     with pytest.raises(OptionError, match="Did you mean 'rms_norm_eps'"):
@@ -357,8 +357,7 @@ def test_auto_takes_the_most_precise_that_fits(
     plain = ts_hf.load_model(folder, quantize=None).trainstream_load.total_bytes
     order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
     sizes = {
-        name: ts_hf.load_model(folder, quantize=name).trainstream_load.total_bytes
-        for name in order
+        name: ts_hf.load_model(folder, quantize=name).trainstream_load.total_bytes for name in order
     }
 
     def chosen(free: int, **options: Any) -> Any:

@@ -60,9 +60,7 @@ def test_from_a_folder_that_has_only_a_config(
     tiny_config: Callable[..., Any], tmp_path: Any
 ) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
-    model = ts_hf.load_model(
-        tmp_path, random_weights=True, quantize=None, num_hidden_layers=2
-    )
+    model = ts_hf.load_model(tmp_path, random_weights=True, quantize=None, num_hidden_layers=2)
     assert len(model.model.layers) == 2
 
 

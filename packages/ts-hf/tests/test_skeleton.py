@@ -13,7 +13,7 @@ import ts_hf
 from ts_core.errors import DataError
 
 # A checkpoint's own code: a buffer that only __init__ computes, and one that is stored.
-MODELING = '''
+MODELING = """
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PretrainedConfig
@@ -42,7 +42,7 @@ class StepForCausalLM(PreTrainedModel):
         for layer in self.layers:
             hidden = layer(hidden)
         return CausalLMOutput(logits=hidden)
-'''
+"""
 
 
 @pytest.fixture
@@ -74,9 +74,7 @@ def test_buffers_made_in_init(
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = ts_hf.load_model(
-        own_code, quantize=None, dtype=torch.float32, trust_remote_code=True
-    )
+    model = ts_hf.load_model(own_code, quantize=None, dtype=torch.float32, trust_remote_code=True)
     assert torch.equal(model.ramp, torch.arange(8) * 0.5)
     assert torch.equal(model.stored, torch.tensor([1.0, 2.0, 3.0]))
     with torch.no_grad():

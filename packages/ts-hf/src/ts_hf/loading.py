@@ -15,6 +15,7 @@ from ts_core.memory.ram import ram_available_bytes
 from ts_hf.checkpoints.keymap import check_shape, plan_targets
 from ts_hf.checkpoints.locate import open_checkpoint, resolve_folder
 from ts_hf.fill import Filler, LoadReport, make_encoder, quantizable_names
+from ts_hf.heap import HeapTrimmer, trim_heap
 from ts_hf.random_fill import fill_randomly
 from ts_hf.sizes import format_bytes
 from ts_hf.skeleton import build_skeleton, load_config
@@ -105,12 +106,15 @@ def load_model(
         fill_randomly(filler)
     else:
         wanted = model.state_dict()
+        trimmer = HeapTrimmer()
         for target in targets:
             made = target.read(model)
             for name in list(made):
                 check_shape(name, made[name].shape, wanted, target.sources[0][0])
                 filler.place(name, made.pop(name))
+            trimmer.read(target.size_bytes)
     filler.finish()
+    trim_heap()
     _finish(model, folder)
     report.seconds = time.perf_counter() - started
     logger.info("%s", report.summary())

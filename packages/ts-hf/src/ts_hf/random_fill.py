@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ts_hf.fill import Filler
+from ts_hf.heap import HeapTrimmer
 
 
 def fill_randomly(filler: Filler) -> None:
@@ -22,6 +23,7 @@ def fill_randomly(filler: Filler) -> None:
     where writing does nothing.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trimmer = HeapTrimmer()
     tied_targets = set(getattr(filler.model, "all_tied_weights_keys", None) or ())
     for name, chain in _modules_with_rules(filler.model):
         module = chain[0][0]
@@ -41,6 +43,7 @@ def fill_randomly(filler: Filler) -> None:
         finally:
             module._parameters.update(skeleton)
         for leaf in wanted:
+            trimmer.read(made[leaf].numel() * made[leaf].element_size())
             filler.place(_join(name, leaf), made.pop(leaf).detach())
 
 

@@ -242,17 +242,20 @@ def _rows(
     """
     rows: list[dict[str, Tensor]] = []
     stream: list[int] = []
-    left: list[str] = []
+    left: list[list[int] | str] = []
     share = max(share, seq_length * wanted // max(1, len(documents)))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def add(text: str) -> None:
-        stream.extend(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        if tokenizer.eos_token_id is not None:
-            stream.append(tokenizer.eos_token_id)
+    def tokens(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def add(ids: list[int]) -> None:
+        stream.extend([*ids, *end])
         while len(stream) >= seq_length and len(rows) < wanted:
-            ids = torch.tensor(stream[:seq_length])
+            row = torch.tensor(stream[:seq_length])
             del stream[:seq_length]
-            rows.append({"input_ids": ids, "labels": ids.clone()})
+            rows.append({"input_ids": row, "labels": row.clone()})
 
     for document in documents:
         if len(rows) >= wanted:
@@ -263,12 +266,13 @@ def _rows(
                 rows.append(row)
             continue
         taken, rest = _excerpt(document.text, share * _CHARACTERS_PER_TOKEN)
-        left.extend(rest)
-        add(taken)
-    for text in left:
+        ids = tokens(taken)
+        left.extend([ids[share:], *rest] if len(ids) > share else rest)
+        add(ids[:share])
+    for piece in left:
         if len(rows) >= wanted:
             break
-        add(text)
+        add(tokens(piece) if isinstance(piece, str) else piece)
     return rows
 
 

@@ -33,8 +33,6 @@ class FinetuneCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Run it; 0 when done, 130 when interrupted."""
-        from ts_hf.cli.run import run_finetune
-
         given = {
             name: value
             for name, value in vars(args).items()
@@ -49,6 +47,8 @@ class FinetuneCommand:
             raise OptionError(
                 "nothing to do: give a CONFIG.yaml, or flags such as --model and --data, or --demo."
             )
+        from ts_hf.cli.run import run_finetune  # imports transformers
+
         return run_finetune(make_config(*layers, ("command line", given)))
 
 

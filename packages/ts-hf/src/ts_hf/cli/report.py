@@ -103,7 +103,7 @@ def plot_run(history: History, held_out: dict[str, float], steps: int, file: Pat
             label="held out",
         )
         for step, value in shown:
-            place = (8, 6) if step == 0 else (-8, 8)
+            place = (8, 6) if step == 0 else (-8, -14)
             top.annotate(
                 f"{value:.3f}",
                 (step, value),
@@ -117,8 +117,8 @@ def plot_run(history: History, held_out: dict[str, float], steps: int, file: Pat
     top.grid(alpha=0.3)
     for name, label in (
         ("rss_gb", "process (RSS)"),
-        ("ts_vram_peak_gb", "device pool, peak"),
-        ("ts_vram_alloc_gb", "device pool"),
+        ("ts_vram_peak_gb", "device, peak"),
+        ("ts_vram_alloc_gb", "device"),
         ("ts_pinned_gb", "pinned"),
         ("ts_host_state_gb", "host state"),
     ):

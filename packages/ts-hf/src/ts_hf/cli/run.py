@@ -47,6 +47,12 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
     return _Run(config, console or Console()).run()
 
 
+def _loss_chunk(vocabulary: int) -> int:
+    """Rows of logits at a time: about 64 MiB of them in fp32, at most 1024."""
+    rows = (64 << 20) // (4 * vocabulary)
+    return max(16, min(1024, 1 << max(0, rows.bit_length() - 1)))
+
+
 class _Run:
     def __init__(self, config: FinetuneConfig, console: Console) -> None:
         self.config = config
@@ -260,7 +266,10 @@ class _Run:
             eval_dataset=held_out,
             data_collator=PadCollator(pad),
             callbacks=[progress],
-            trainstream=streaming_options(model, config.block_limit_bytes, self.device),
+            trainstream={
+                **streaming_options(model, config.block_limit_bytes, self.device),
+                "loss_chunk_size": _loss_chunk(model.config.vocab_size),
+            },
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

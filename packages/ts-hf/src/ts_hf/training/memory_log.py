@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from ts_hf.training.finite import check_gradient_norm
+
 _GB = 1e9
 
 
@@ -34,20 +36,44 @@ def memory_numbers(model: nn.Module) -> dict[str, float]:
 
 
 class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds the memory numbers to the logs of a stock transformers.Trainer.
+    """Lets a stock transformers.Trainer train a wrapped model, and logs the memory numbers.
+
+    The Trainer's accumulation and clipping settings are handed to the optimizer, which clips by
+    the exact norm in its step and whose norm is then logged; the Trainer itself sees no gradients,
+    since they have streamed away. On a GPU use TrainStreamTrainer: a stock Trainer moves the whole
+    model onto the device.
 
     Args:
-        optimizer: the OffloadAdamW of the wrapped model that is being trained. With it the
-            callback also sees to it that its `accumulation_steps` agree with the Trainer's.
+        optimizer: the OffloadAdamW that `wrap_hf` returned, given to the Trainer as
+            `optimizers=(optimizer, None)`.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the Trainer's accumulation."""
-        if hasattr(self.optimizer, "accumulation_steps"):
-            self.optimizer.accumulation_steps = args.gradient_accumulation_steps
+        """Hand over accumulation and clipping."""
+        from ts_core.optim.clip_guard import unmark_streamed
+
+        self.optimizer.accumulation_steps = args.gradient_accumulation_steps
+        if args.max_grad_norm and args.max_grad_norm > 0:
+            self.optimizer.max_grad_norm = float(args.max_grad_norm)
+        # ts_core refuses clip_grad_norm_ on gradients that have left; here the optimizer clips.
+        unmark_streamed(self._parameters())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let ts_core refuse clip_grad_norm_ again."""
+        from ts_core.optim.clip_guard import mark_streamed
+
+        mark_streamed(self._parameters())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop at a gradient norm that is not finite.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite.
+        """
+        check_gradient_norm(self.optimizer.last_grad_norm, state.global_step + 1)
 
     def on_log(
         self,
@@ -62,6 +88,11 @@ class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
         if model is None or logs is None:
             return
         numbers = memory_numbers(model)
+        if "grad_norm" in logs and self.optimizer.last_grad_norm is not None:
+            numbers["grad_norm"] = self.optimizer.last_grad_norm
         logs.update(numbers)
         if state.log_history:
             state.log_history[-1].update(numbers)
+
+    def _parameters(self) -> list[Any]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -112,7 +113,7 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         )
         self.optimizer = self._streaming
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
-            self.lr_scheduler.optimizer = self._streaming
+            _rebind_scheduler(self.lr_scheduler, self._streaming)
         for line in self._early_events:
             getattr(self.model, _SESSION).log(line)
         self._early_events.clear()
@@ -244,6 +245,24 @@ class _StepChecks(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.after_optimizer_step()
+
+
+def _rebind_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Let a scheduler that was made for the user's optimizer drive `optimizer`, its conversion."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rebind_scheduler(inner, optimizer)
+    scheduler.optimizer = optimizer
+    original = optimizer.step
+    if hasattr(original, "_wrapped_by_lr_sched"):
+        return
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:  # the mark by which torch checks the call order
+        optimizer._opt_called = True
+        return original(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step
 
 
 def _one_device(args: TrainingArguments) -> None:

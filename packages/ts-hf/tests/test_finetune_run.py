@@ -1,0 +1,349 @@
+"""`trainstream finetune` end to end on a tiny model: results, interruption, kill -9, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from ts_core.errors import DataError, OptionError, OutOfBudgetError
+from ts_hf.cli import run as run_module
+from ts_hf.cli.config import FinetuneConfig
+from ts_hf.cli.machine import pick_device, pick_dtype
+from ts_hf.cli.run import INTERRUPTED, run_finetune
+
+pytest.importorskip("peft", reason="the optional package peft is not installed")
+
+
+@pytest.fixture
+def tiny_llm(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
+    """A folder with a tiny model and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "tiny-llm"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<end>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    tiny_model("llama", vocab_size=len(vocabulary), num_hidden_layers=6).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., FinetuneConfig]:
+    """settings(**changes): a run of six steps on a few texts, layers streaming under a limit."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(30):
+        (texts / f"{index}.txt").write_text(f"the quick brown fox {index} jumps over it. " * 12)
+
+    def make(**changes: Any) -> FinetuneConfig:
+        values: dict[str, Any] = {
+            "model": str(tiny_llm),
+            "data": (str(texts),),
+            "output": str(tmp_path / "out"),
+            "quantize": codec,
+            "block_limit": "60KiB",
+            "seq_length": 32,
+            "batch_size": 2,
+            "accumulation": 2,
+            "steps": 6,
+            "lr": 1e-2,
+            "eval_rows": 4,
+            "save_every": 2,
+            "device": "cpu",
+            "dtype": "float32",
+            "lora_dropout": 0.1,
+        }
+        return FinetuneConfig(**{**values, **changes})
+
+    return make
+
+
+def _run(config: FinetuneConfig) -> tuple[int, str]:
+    text = io.StringIO()
+    status = run_finetune(config, Console(file=text, width=1000))
+    return status, text.getvalue()
+
+
+def _results(config: FinetuneConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(config.output) / "results.json").read_text())
+    return found
+
+
+def _adapter(config: FinetuneConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.output) / "adapter" / "adapter_model.safetensors")
+
+
+class _At(TrainerCallback):  # type: ignore[misc]
+    """Does something at the beginning of a step."""
+
+    def __init__(self, step: int, action: Callable[[], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            self.action()
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """at_step(n, action): run `action` at the beginning of step n of the next run."""
+
+    def install(step: int, action: Callable[[], None]) -> None:
+        original = run_module._Run._trainer
+
+        def trainer(self: Any, *args: Any) -> Any:
+            made = original(self, *args)
+            made.add_callback(_At(step, action))
+            return made
+
+        monkeypatch.setattr(run_module._Run, "_trainer", trainer)
+
+    return install
+
+
+def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings()
+    status, printed = _run(config)
+    assert status == 0, printed
+    results = _results(config)
+    loss = results["held_out_loss"]
+    assert loss["after"] < loss["before"] - 0.3
+    memory = results["memory"]
+    assert memory["block_limit"] == 60 << 10 < memory["block_bytes"]
+    assert 0 < len(memory["paged_blocks"]) < 6
+    assert memory["device"]["peak_allocated"] <= 60 << 10
+    assert memory["streamed_bytes"] > 0 and memory["rss"] > 1 << 20
+    assert results["steps"] == 6 and results["tokens_per_second"] > 0
+    output = Path(config.output)
+    assert (output / "loss_and_memory.png").read_bytes()[:4] == b"\x89PNG"
+    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6]
+    assert all(line["loss"] > 0 and line["rss_gb"] > 0 for line in history)
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    for words in ("held-out loss before", "Memory by tier", "device pool", "perplexity", "saved:"):
+        assert words in printed
+    assert not [p for p in output.iterdir() if p.name.startswith(".")]
+    # Run again: it is finished, and says so without training.
+    status, printed = _run(config)
+    assert status == 0 and "holds a finished run" in printed
+    assert _results(config) == results
+
+
+def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
+    settings: Callable[..., FinetuneConfig], tiny_llm: Path
+) -> None:
+    """transformers + PEFT, unquantized base as stored: within what quantization costs."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ts_hf.cli.data import prepare_rows
+
+    config = settings(quantize="none", block_limit=None)
+    assert _run(config)[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llm)
+    _, held_out = prepare_rows(
+        config.data, None, tokenizer, seq_length=32, train_rows=24, eval_rows=4
+    )
+    base = AutoModelForCausalLM.from_pretrained(tiny_llm, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, Path(config.output) / "adapter").eval()
+    ids = torch.stack([row["input_ids"] for row in held_out.items])
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert loss == pytest.approx(_results(config)["held_out_loss"]["after"], rel=1e-5)
+
+
+def test_ctrl_c_then_the_same_command_again(
+    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
+) -> None:
+    whole = settings(output=settings().output + "-whole")
+    assert _run(whole)[0] == 0
+    config = settings()
+    at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    status, printed = _run(config)
+    assert status == INTERRUPTED
+    assert "finishing this step" in printed and "Run the same command again" in printed
+    assert "checkpoint-3" in printed
+    assert not (Path(config.output) / "results.json").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    status, printed = _run(config)  # the callback's step has passed
+    assert status == 0 and "continuing after step 3" in printed
+    assert _results(config)["held_out_loss"] == _results(whole)["held_out_loss"]
+    wanted, found = _adapter(whole), _adapter(config)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    lines = (Path(config.output) / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+def test_second_ctrl_c_stops_at_once(
+    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
+) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(4, twice)
+    config = settings()
+    status, printed = _run(config)
+    assert status == INTERRUPTED
+    names = sorted(p.name for p in (Path(config.output) / "checkpoints").iterdir())
+    assert names == ["checkpoint-2"] and "checkpoint-2" in printed
+
+
+KILLED = """
+import os, signal, sys, json
+import torch
+torch.set_num_threads(1)
+from ts_hf.cli import run as module
+from ts_hf.cli.config import FinetuneConfig
+from ts_hf.cli.progress import ProgressCallback
+
+original = ProgressCallback.on_step_begin
+
+def on_step_begin(self, args, state, control, **kwargs):
+    if state.global_step + 1 == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(self, args, state, control, **kwargs)
+
+ProgressCallback.on_step_begin = on_step_begin
+values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[1]).items()}
+module.run_finetune(FinetuneConfig(**values))
+"""
+
+
+def test_kill_9_then_the_same_command_again(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings()
+    values = json.dumps(dataclasses.asdict(config))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, values], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == -9, done.stderr
+    assert "step 4/6" in done.stdout or (Path(config.output) / "checkpoints/checkpoint-4").is_dir()
+    status, printed = _run(config)
+    assert status == 0 and "continuing after step 4" in printed
+    whole = settings(output=config.output + "-whole")
+    assert _run(whole)[0] == 0
+    wanted, found = _adapter(whole), _adapter(config)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_killed_after_the_last_step(
+    settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is trained, nothing is reported yet: the same command finishes it."""
+
+    def dies(self: Any, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = settings()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_finish", dies)
+        assert _run(config)[0] == INTERRUPTED
+    status, printed = _run(config)
+    assert status == 0 and "continuing after step 6" in printed
+    whole = settings(output=config.output + "-whole")
+    _run(whole)
+    assert _results(config)["held_out_loss"] == _results(whole)["held_out_loss"]
+
+
+def test_changed_settings_are_refused_by_name(
+    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
+) -> None:
+    at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    config = settings()
+    assert _run(config)[0] == INTERRUPTED
+    with pytest.raises(OptionError, match=r"other settings \(lora_rank: 8 -> 4, lr: 0.01 -> 0.5\)"):
+        _run(dataclasses.replace(config, lr=0.5, lora_rank=4))
+    texts = Path(config.data[0])
+    for file in texts.iterdir():
+        file.write_text("something else entirely. " * 40)
+    with pytest.raises(OptionError, match=r"data of the run .* has changed"):
+        _run(config)
+
+
+def test_full_fine_tune(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings(method="full", block_limit=None, lr=1e-3)
+    status, printed = _run(config)
+    assert status == 0, printed
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(config.output) / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<end>"
+    before = load_file(Path(config.model) / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(model.state_dict()[name], before[name])
+    with pytest.raises(OptionError, match="hold no frozen weights"):
+        _run(settings(method="full", output=config.output + "-2"))
+
+
+def test_gradient_checkpointing_gives_the_same(settings: Callable[..., FinetuneConfig]) -> None:
+    plain = settings(lora_dropout=0.0)
+    less = settings(lora_dropout=0.0, gradient_checkpointing=True, output=plain.output + "-2")
+    assert _run(plain)[0] == _run(less)[0] == 0
+    wanted, found = _adapter(plain), _adapter(less)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_limit_too_small_for_a_layer(settings: Callable[..., FinetuneConfig]) -> None:
+    with pytest.raises(OutOfBudgetError, match=r"block_limit=8.0 KiB is too small.*at least"):
+        _run(settings(block_limit="8KiB"))
+
+
+def test_no_limit_streams_nothing(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings(block_limit=None, steps=2)
+    assert _run(config)[0] == 0
+    assert _results(config)["memory"]["paged_blocks"] == []
+
+
+def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"lora_targets=.*no_such_module"):
+        _run(settings(lora_targets=("no_such_module",)))
+    with pytest.raises(DataError, match="no folder"):
+        _run(settings(model="/no/such/model"))
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "run.json").write_text("{")
+    with pytest.raises(DataError, match=r"run\.json is damaged"):
+        _run(settings())
+
+
+def test_device_and_dtype() -> None:
+    assert pick_device("cpu") == "cpu" and pick_dtype("bfloat16", "cpu") == "bfloat16"
+    assert pick_dtype("auto", "cpu") in ("bfloat16", "float32")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == "cpu"
+        with pytest.raises(OptionError, match="no CUDA GPU"):
+            pick_device("cuda")
+
+
+@pytest.mark.gpu
+def test_a_whole_run_on_a_gpu(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings(device="auto", dtype="auto")
+    status, printed = _run(config)
+    assert status == 0, printed
+    results = _results(config)
+    assert (results["device"], results["dtype"]) == ("cuda", "bfloat16")
+    assert results["held_out_loss"]["after"] < results["held_out_loss"]["before"] - 0.3
+    assert 0 < len(results["memory"]["paged_blocks"]) < 6
+    assert sum(results["memory"]["device_pool_by_tag"].values()) <= 60 << 10

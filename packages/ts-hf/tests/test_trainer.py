@@ -1,0 +1,541 @@
+"""TrainStreamTrainer against transformers.Trainer, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+
+import ts_hf
+from ts_core.errors import NonFiniteError, NotAvailableError, OptionError, StateError
+
+MEMORY_KEYS = {
+    "ts_vram_alloc_gb",
+    "ts_vram_peak_gb",
+    "ts_pinned_gb",
+    "ts_host_state_gb",
+    "ts_d2h_gb",
+    "ts_h2d_gb",
+}
+# 14 rows in batches of 2, two batches a step: the last window of an epoch has one batch.
+ROWS, LENGTH = 14, 12
+
+
+def _history(trainer: Any, key: str) -> list[float]:
+    return [line[key] for line in trainer.state.log_history if key in line]
+
+
+def _trained(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "lora", "lora-resident"])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_equals_transformers_trainer(
+    kind: str,
+    max_grad_norm: float,
+    tiny_model: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Losses, norms, learning rates, evaluation and weights, with accumulation and a schedule."""
+
+    def model() -> Any:
+        made = tiny_model(kind if kind == "gpt2" else "llama", tie_word_embeddings=True)
+        return request.getfixturevalue("lora")(made) if kind.startswith("lora") else made
+
+    arguments: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": max_grad_norm,
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-4,  # else Adam turns a rounding of a zero gradient into a whole step
+        "warmup_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    rows, held_out = token_rows(ROWS, LENGTH), token_rows(4, LENGTH, seed=9)
+    rows[3]["labels"][2:] = -100  # windows with different numbers of labels
+    options: dict[str, Any] = {"param_offload": kind == "lora", "loss_chunk_size": 7}
+    stock = Trainer(
+        model=model(),
+        args=training_arguments(**arguments),
+        train_dataset=rows,
+        eval_dataset=held_out,
+    )
+    ours = ts_hf.TrainStreamTrainer(
+        model=model(),
+        args=training_arguments(**arguments),
+        train_dataset=rows,
+        eval_dataset=held_out,
+        trainstream=options,
+    )
+    stock.train()
+    ours.train()
+    for key, rtol in (("loss", 2e-6), ("eval_loss", 2e-6), ("learning_rate", 0)):
+        wanted, found = _history(stock, key), _history(ours, key)
+        assert len(found) == len(wanted) > 1
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(wanted), rtol=rtol, atol=0, msg=lambda m, k=key: k + m
+        )
+    if max_grad_norm:
+        norms = torch.tensor(_history(stock, "grad_norm"))
+        assert (norms > max_grad_norm).any()  # clipping did something
+        torch.testing.assert_close(
+            torch.tensor(_history(ours, "grad_norm")), norms, rtol=1e-5, atol=0
+        )
+    for (name, wanted), found in zip(
+        _trained(stock.model).items(), _trained(ours.model).values(), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6, msg=lambda m, n=name: n + m)
+    for line in ours.state.log_history:
+        assert set(line) >= MEMORY_KEYS
+    assert ours.model._trainstream_session.config.blocks is not None
+
+
+def test_bf16_autocast_follows_transformers(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """fp32 weights with bf16=True: the same precision as transformers', within bf16's rounding."""
+    losses = []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        trainer = cls(
+            model=tiny_model("llama"),
+            args=training_arguments(bf16=True, max_steps=3),
+            train_dataset=token_rows(ROWS, LENGTH),
+        )
+        trainer.train()
+        losses.append(_history(trainer, "loss"))
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=2e-3, atol=0)
+
+
+def test_bf16_weights_train_through_fp32_masters(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Updates far below a bf16 step still add up."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    trainer = ts_hf.TrainStreamTrainer(
+        model=model,
+        args=training_arguments(learning_rate=1e-5, max_steps=4),
+        train_dataset=token_rows(ROWS, LENGTH),
+    )
+    before = _trained(model)
+    trainer.train()
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = trainer.optimizer.state_dict()["state"]
+    masters = [entry["master"] for entry in state.values()]
+    moved = [master for master in masters if master.shape == before[name].shape]
+    assert moved and all(master.dtype == torch.float32 for master in masters)
+    drift = min((master - before[name].float()).abs().max() for master in moved)
+    assert 1e-5 < drift < 1e-4
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+class _Endless(IterableDataset):  # type: ignore[type-arg]
+    """Has no length, and ends in the middle of an accumulation window."""
+
+    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(self.rows)
+
+
+def test_data_that_ends_within_a_window(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Five batches, windows of two; transformers carries the fifth into the next window."""
+    results = []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        trainer = cls(
+            model=tiny_model("llama"),
+            args=training_arguments(
+                gradient_accumulation_steps=2, max_steps=5, adam_epsilon=1e-4, max_grad_norm=0.0
+            ),
+            train_dataset=_Endless(token_rows(10, LENGTH)),
+        )
+        trainer.train()
+        results.append((_history(trainer, "loss"), _trained(trainer.model)))
+    (stock_losses, stock), (losses, ours) = results
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(stock_losses), rtol=2e-6, atol=0)
+    for name, wanted in stock.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=0, atol=2e-6)
+
+
+def test_evaluation_before_training_and_with_metrics(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    rows = token_rows(4, LENGTH)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        batch = {k: torch.stack([row[k] for row in rows]) for k in rows[0]}
+        wanted = model(**batch).loss.item()
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape)
+        return {"rows": float(len(prediction.predictions))}
+
+    trainer = ts_hf.TrainStreamTrainer(
+        model=model,
+        args=training_arguments(),
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=metrics,
+    )
+    result = trainer.evaluate()
+    assert result["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    assert seen == [(4, LENGTH, 256)] and result["eval_rows"] == 4  # whole logits for metrics
+    trainer.compute_metrics = None
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < wanted
+
+
+def test_a_frozen_model_can_be_evaluated(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    trainer = ts_hf.TrainStreamTrainer(
+        model=model, args=training_arguments(), eval_dataset=token_rows(2, LENGTH)
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(OptionError, match="no parameter that requires a gradient"):
+        trainer.train_dataset = token_rows(2, LENGTH)
+        trainer.train()
+
+
+def test_lora_on_a_quantized_streamed_base(
+    checkpoint: Callable[..., Path],
+    lora: Callable[..., Any],
+    codec: str,
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Streaming changes nothing, bit for bit; and the loss goes down."""
+    folder = checkpoint("llama")
+    runs = []
+    for offload in (True, False):
+        model = lora(ts_hf.load_model(folder, quantize=codec, dtype=torch.float32))
+        trainer = ts_hf.TrainStreamTrainer(
+            model=model,
+            args=training_arguments(learning_rate=1e-2, max_steps=8),
+            train_dataset=token_rows(2, LENGTH),
+            trainstream={"param_offload": offload},
+        )
+        trainer.train()
+        session = trainer.model._trainstream_session
+        assert len(session.plan.paged) == (4 if offload else 0)
+        runs.append((_history(trainer, "loss"), _trained(trainer.model)))
+    (streamed, one), (resident, other) = runs
+    assert streamed == resident and streamed[-1] < streamed[0] - 0.1
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_gradient_checkpointing_on_a_streamed_base(
+    checkpoint: Callable[..., Path],
+    lora: Callable[..., Any],
+    codec: str,
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    folder = checkpoint("llama")
+    runs = []
+    for recompute in (True, False):
+        model = lora(ts_hf.load_model(folder, quantize=codec, dtype=torch.float32))
+        model.enable_input_require_grads()
+        trainer = ts_hf.TrainStreamTrainer(
+            model=model,
+            args=training_arguments(gradient_checkpointing=recompute, max_steps=3),
+            train_dataset=token_rows(4, LENGTH),
+            trainstream={"param_offload": True},
+        )
+        trainer.train()
+        assert all(norm > 0 for norm in _history(trainer, "grad_norm"))
+        runs.append(_trained(trainer.model))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+# -- NaN ----------------------------------------------------------------------------------------
+
+
+class _Poison(TrainerCallback):  # type: ignore[misc]
+    """Makes a weight NaN at the beginning of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kw: Any) -> None:
+        if state.global_step + 1 == self.step:
+            with torch.no_grad():
+                model.model.norm.weight[0] = float("nan")
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_nan_loss_names_the_step_and_saves_nothing_after(
+    chunked: bool,
+    tmp_path: Path,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    model = tiny_model("llama")
+    trainer = ts_hf.TrainStreamTrainer(
+        model=model,
+        args=training_arguments(save_strategy="steps", save_steps=1),
+        train_dataset=token_rows(ROWS, LENGTH),
+        callbacks=[_Poison(3)],
+        trainstream={"chunked_loss": chunked},
+    )
+    with pytest.raises(NonFiniteError, match="loss is nan at step 3"):
+        trainer.train()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    weights = model.model.layers[0].mlp.up_proj.weight
+    assert torch.isfinite(weights).all()  # the step that was NaN has not been applied
+
+
+def test_infinite_gradient_stops_before_the_checkpoint(
+    tmp_path: Path,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    model = tiny_model("llama")
+    model.model.norm.weight.register_hook(lambda grad: grad * float("inf"))
+    trainer = ts_hf.TrainStreamTrainer(
+        model=model,
+        args=training_arguments(save_strategy="steps", save_steps=1),
+        train_dataset=token_rows(ROWS, LENGTH),
+    )
+    with pytest.raises(NonFiniteError, match=r"gradient norm is (inf|nan) at step 1"):
+        trainer.train()
+    assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_nan_loss_on_a_gpu(
+    tmp_path: Path,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """The flag is read one micro-batch later, but before anything is saved."""
+    trainer = ts_hf.TrainStreamTrainer(
+        model=tiny_model("llama"),
+        args=training_arguments(use_cpu=False, save_strategy="steps", save_steps=1),
+        train_dataset=token_rows(ROWS, LENGTH),
+        callbacks=[_Poison(3)],
+    )
+    with pytest.raises(NonFiniteError, match="at step 3"):
+        trainer.train()
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.gpu
+def test_streamed_equals_resident_on_a_gpu(
+    checkpoint: Callable[..., Path],
+    lora: Callable[..., Any],
+    codec: str,
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    folder = checkpoint("llama")
+    runs = []
+    for offload in (True, False):
+        model = lora(ts_hf.load_model(folder, quantize=codec), autocast_adapter_dtype=False)
+        trainer = ts_hf.TrainStreamTrainer(
+            model=model,
+            args=training_arguments(use_cpu=False, gradient_accumulation_steps=2),
+            train_dataset=token_rows(ROWS, LENGTH),
+            trainstream={"param_offload": offload},
+        )
+        trainer.train()
+        assert next(iter(_trained(trainer.model).values())).device.type == "cuda"
+        runs.append((_history(trainer, "loss"), _trained(trainer.model)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"optim": "sgd"}, OptionError, "optim='sgd'"),
+        ({"optim": "adafactor"}, OptionError, "optim='adafactor'"),
+        ({"optim": "adamw_bnb_8bit"}, NotAvailableError, "low-precision moments"),
+        ({"auto_find_batch_size": True}, NotAvailableError, "auto_find_batch_size"),
+        ({"torch_compile": True}, NotAvailableError, "torch_compile"),
+        ({"bf16_full_eval": True}, NotAvailableError, "bf16_full_eval"),
+    ],
+)
+def test_arguments_refused(
+    arguments: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    tiny_model: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    with pytest.raises(error, match=words):
+        ts_hf.TrainStreamTrainer(model=tiny_model("llama"), args=training_arguments(**arguments))
+
+
+def test_fp16_refused(
+    tiny_model: Callable[..., Any], training_arguments: Callable[..., Any]
+) -> None:
+    arguments = training_arguments()
+    arguments.fp16 = True  # TrainingArguments itself refuses it on a CPU
+    with pytest.raises(OptionError, match="fp16=True"):
+        ts_hf.TrainStreamTrainer(model=tiny_model("llama"), args=arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"packing": True}, NotAvailableError, "packing=True"),
+        ({"packing": 4096}, NotAvailableError, "packing=4096"),
+        ({"packing": "yes"}, OptionError, "packing='yes'"),
+        ({"chunked_loss": 1}, OptionError, "chunked_loss=1"),
+        ({"loss_chunk_size": 0}, OptionError, "loss_chunk_size=0"),
+        ({"max_grad_norm": 1.0}, OptionError, r"TrainingArguments\(max_grad_norm="),
+        ({"accumulation_steps": 2}, OptionError, "gradient_accumulation_steps"),
+        ({"lr": 1e-3}, OptionError, "learning_rate"),
+        ("fast", OptionError, "expected a dict"),
+    ],
+)
+def test_trainstream_options_refused(
+    options: Any,
+    error: type[Exception],
+    words: str,
+    tiny_model: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    with pytest.raises(error, match=words):
+        ts_hf.TrainStreamTrainer(
+            model=tiny_model("llama"), args=training_arguments(), trainstream=options
+        )
+
+
+def test_unknown_wrap_option(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    trainer = ts_hf.TrainStreamTrainer(
+        model=tiny_model("llama"),
+        args=training_arguments(),
+        train_dataset=token_rows(2, LENGTH),
+        trainstream={"param_ofload": True},
+    )
+    with pytest.raises(OptionError, match="param_offload"):
+        trainer.train()
+
+
+def test_no_trainable_parameter(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    trainer = ts_hf.TrainStreamTrainer(
+        model=tiny_model("llama").requires_grad_(False),
+        args=training_arguments(),
+        train_dataset=token_rows(2, LENGTH),
+    )
+    with pytest.raises(OptionError, match="nothing to train"):
+        trainer.train()
+
+
+def test_already_wrapped(
+    tiny_model: Callable[..., Any], training_arguments: Callable[..., Any]
+) -> None:
+    model, _ = ts_hf.wrap_hf(tiny_model("llama"), device="cpu")
+    with pytest.raises(StateError, match="already wrapped"):
+        ts_hf.TrainStreamTrainer(model=model, args=training_arguments())
+    with pytest.raises(StateError, match="already wrapped"):
+        ts_hf.wrap_hf(model)
+
+
+# -- an optimizer of the user's, and a stock Trainer --------------------------------------------
+
+
+def test_given_optimizer_and_scheduler(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    results = []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        model = tiny_model("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        trainer = cls(
+            model=model,
+            args=training_arguments(max_steps=4),
+            train_dataset=token_rows(ROWS, LENGTH),
+            optimizers=(optimizer, scheduler),
+        )
+        trainer.train()
+        results.append((_history(trainer, "learning_rate"), _trained(model)))
+    assert results[0][0] == results[1][0] == [2e-3, 1e-3, 5e-4, 2.5e-4]
+    for name, wanted in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], wanted, rtol=0, atol=2e-6)
+
+
+def test_callback_for_a_stock_trainer(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Accumulation and clipping reach the optimizer; the logs get its norm and the memory."""
+    arguments: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "adam_epsilon": 1e-4,
+        "max_steps": 4,
+    }
+    stock = Trainer(
+        model=tiny_model("llama"),
+        args=training_arguments(**arguments),
+        train_dataset=token_rows(ROWS, LENGTH),
+    )
+    stock.train()
+    model = tiny_model("llama")
+    model, optimizer = ts_hf.wrap_hf(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0),
+        device="cpu",
+    )
+    wrapped = Trainer(
+        model=model,
+        args=training_arguments(**arguments),
+        train_dataset=token_rows(ROWS, LENGTH),
+        optimizers=(optimizer, None),
+        callbacks=[ts_hf.TrainStreamCallback(optimizer)],
+    )
+    wrapped.train()
+    for key, rtol in (("loss", 2e-6), ("grad_norm", 1e-5)):
+        torch.testing.assert_close(
+            torch.tensor(_history(wrapped, key)),
+            torch.tensor(_history(stock, key)),
+            rtol=rtol,
+            atol=0,
+        )
+    assert all(set(line) >= MEMORY_KEYS for line in wrapped.state.log_history if "loss" in line)
+    with pytest.raises(StateError, match="max_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
