@@ -24,6 +24,7 @@ class Letters:
 
     eos_token_id = 0
     pad_token_id = 0
+    chat_template = "made by hand"
 
     def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) for letter in text]}
@@ -137,6 +138,14 @@ def test_records(tmp_path: Path) -> None:
     assert row["labels"].tolist() == [IGNORED, IGNORED, ord("c"), ord("d"), ord("e"), 0]
     assert "<user>hi" in by_text
     assert "longer than"[:10] not in by_text  # nothing of its completion is left in the row
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Letters, "chat_template", None)
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(DataError, match="no chat template"):
+        _rows([str(file)], held_out=str(file))
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,19 @@ def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> N
         _run(settings(lora_targets=("no_such_module",)))
     with pytest.raises(DataError, match="no folder"):
         _run(settings(model="/no/such/model"))
+    with pytest.raises(OptionError, match="more than the model's 2048 positions"):
+        _run(settings(seq_length=4096))
+    tokenizer = Path(settings().model) / "tokenizer.json"
+    content = tokenizer.read_text()
+    tokenizer.write_text(content.replace('"q":', '"unused":').replace('"b":', '"q":'))
+    grown = json.loads(tokenizer.read_text())
+    grown["model"]["vocab"]["b"] = 999
+    tokenizer.write_text(json.dumps(grown))
+    with pytest.raises(DataError, match="token 999, but the model knows"):
+        _run(settings())
+    tokenizer.unlink()
+    with pytest.raises(DataError, match="no tokenizer that transformers can load"):
+        _run(settings())
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "run.json").write_text("{")
     with pytest.raises(DataError, match=r"run\.json is damaged"):

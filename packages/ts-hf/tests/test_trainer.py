@@ -357,7 +357,7 @@ def test_streamed_equals_resident_on_a_gpu(
     folder = checkpoint("llama")
     runs = []
     for offload in (True, False):
-        model = lora(ts_hf.load_model(folder, quantize=codec), autocast_adapter_dtype=False)
+        model = lora(ts_hf.load_model(folder, quantize=codec))
         trainer = ts_hf.TrainStreamTrainer(
             model=model,
             args=training_arguments(use_cpu=False, gradient_accumulation_steps=2),

@@ -80,7 +80,7 @@ def load_model(
         quant_block_size=quant_block_size,
         ram_fraction=ram_fraction,
         not_built={
-            "keep_precise": (keep_precise, (0, False, None)),
+            "keep_precise": (keep_precise, (0, 0.0, False, None)),
             "error_rank": (error_rank, (0,)),
             "error_iters": (error_iters, (1,)),
             "double_quant": (double_quant, (False,)),

@@ -51,6 +51,10 @@ class Rows:
         """Tokens of all rows."""
         return sum(len(item["input_ids"]) for item in self.items)
 
+    def highest_token(self) -> int:
+        """The largest token id of all rows."""
+        return max(int(item["input_ids"].max()) for item in self.items)
+
     def fingerprint(self) -> str:
         """A hash of every token and label, to recognize changed data on resume."""
         digest = hashlib.sha256()
@@ -288,6 +292,11 @@ def _excerpt(text: str, characters: int) -> tuple[str, list[str]]:
 
 def _record_row(record: dict[str, Any], tokenizer: Any, seq_length: int) -> dict[str, Tensor]:
     if "messages" in record:
+        if not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                "data: a record has 'messages', but the model's tokenizer has no chat template. "
+                "Use 'text', or 'prompt' and 'completion'."
+            )
         text = tokenizer.apply_chat_template(record["messages"], tokenize=False)
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         masked = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ class Interruption:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take SIGINT while the block runs (in the main thread)."""
+        """Take SIGINT while the block runs (in the main thread; elsewhere nothing is taken)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         previous = signal.signal(signal.SIGINT, self._on_signal)
         try:
             yield

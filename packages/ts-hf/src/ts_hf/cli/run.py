@@ -53,6 +53,14 @@ def _loss_chunk(vocabulary: int) -> int:
     return max(16, min(1024, 1 << max(0, rows.bit_length() - 1)))
 
 
+def _check_lengths(seq_length: int, model_config: Any) -> None:
+    most = getattr(model_config, "max_position_embeddings", None)
+    if most is not None and seq_length > most:
+        raise OptionError(
+            f"seq_length={seq_length} is more than the model's {most} positions. Use at most that."
+        )
+
+
 class _Run:
     def __init__(self, config: FinetuneConfig, console: Console) -> None:
         self.config = config
@@ -73,7 +81,7 @@ class _Run:
         self.notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
         torch.manual_seed(self.config.seed)
         model, tokenizer = self._load()
-        train, held_out = self._rows(tokenizer)
+        train, held_out = self._rows(model, tokenizer)
         interruption = Interruption(self.console)
         try:
             with interruption.watch():
@@ -118,7 +126,12 @@ class _Run:
             folder = demo_model_folder()
         else:
             folder = resolve_folder(config.model, weights=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{folder} has no tokenizer that transformers can load: {error}"
+            ) from error
         model = load_model(
             folder,
             quantize="none" if config.method == "full" else config.quantize,
@@ -162,8 +175,9 @@ class _Run:
         except ValueError as error:
             raise OptionError(f"lora_targets={targets!r}: {error}") from error
 
-    def _rows(self, tokenizer: Any) -> tuple[Rows, Rows]:
+    def _rows(self, model: Any, tokenizer: Any) -> tuple[Rows, Rows]:
         config = self.config
+        _check_lengths(config.seq_length, model.config)
         train, held_out = prepare_rows(
             config.data,
             config.held_out,
@@ -172,6 +186,12 @@ class _Run:
             train_rows=config.steps * config.batch_size * config.accumulation,
             eval_rows=config.eval_rows,
         )
+        highest = max(train.highest_token(), held_out.highest_token())
+        if highest >= model.config.vocab_size:
+            raise DataError(
+                f"the tokenizer gives token {highest}, but the model knows "
+                f"{model.config.vocab_size} tokens. Tokenizer and model do not belong together."
+            )
         mark = f"{train.fingerprint()}-{held_out.fingerprint()}"
         if self.notes.setdefault("data", mark) != mark:
             raise OptionError(

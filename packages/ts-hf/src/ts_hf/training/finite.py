@@ -7,6 +7,8 @@ next step is logged or saved, so the queue never drains for it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ class FiniteGuard:
 
 def check_gradient_norm(norm: float | None, step: int) -> None:
     """Raise NonFiniteError if the gradient norm of optimizer step `step` is NaN or infinite."""
-    if norm is not None and not torch.isfinite(torch.tensor(norm)):
+    if norm is not None and not math.isfinite(norm):
         raise NonFiniteError(
             f"the gradient norm is {norm} at step {step}, though the loss is finite. The weights "
             f"in memory have been updated with it: go on from the last checkpoint, with a lower "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any
 
 import torch
@@ -70,6 +71,9 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         if arguments is None:
             check_arguments(self.args)
             _one_device(self.args)
+        # A loss that is not finite raises here, so transformers need not look at each one (which
+        # would make the host wait for the GPU after every micro-batch).
+        self.args.logging_nan_inf_filter = False
         # The pager places the weights; accelerate is not to move the model, nor the optimizer.
         self.accelerator.device_placement = False
         self.add_callback(_StepChecks(self))
@@ -218,6 +222,8 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
     def _maybe_log_save_evaluate(
         self, tr_loss: Tensor, grad_norm: Any, *args: Any, **kwargs: Any
     ) -> None:
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self._finite.settle()
         norm = None if self._streaming is None else self._streaming.last_grad_norm
         super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
@@ -234,7 +240,10 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
     def after_optimizer_step(self) -> None:
         """Called once per optimizer step."""
         self._unfinished = 0
-        check_gradient_norm(self._streaming.last_grad_norm, self.state.global_step + 1)
+        norm = self._streaming.last_grad_norm
+        if norm is not None and not math.isfinite(norm):
+            self._finite.settle()  # if the loss was not finite either, that is what to report
+        check_gradient_norm(norm, self.state.global_step + 1)
 
 
 class _StepChecks(TrainerCallback):  # type: ignore[misc]
