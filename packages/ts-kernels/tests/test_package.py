@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -89,6 +90,14 @@ def test_a_downstream_package_trains(tmp_path):
         path=[tmp_path],
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_examples_run():
+    readme = Path(__file__).parents[1] / "README.md"
+    examples = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, str(readme), "exec"), {})
 
 
 def test_all_lists_what_is_public():

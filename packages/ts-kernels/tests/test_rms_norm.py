@@ -138,6 +138,37 @@ def test_only_the_needed_gradients_are_computed(train_x, train_weight):
     assert (x.grad is not None, weight.grad is not None) == (train_x, train_weight)
 
 
+def test_the_direct_path_and_the_operator_agree():
+    x = torch.randn(5, 7, requires_grad=True)
+    weight = torch.randn(7, requires_grad=True)
+    dy = torch.randn(5, 7)
+    direct = ts_kernels.rms_norm(x, weight, 1e-5)
+    operator = torch.ops.ts_kernels.rms_norm(x, weight, 1e-5)[0]
+    assert type(direct.grad_fn).__name__ != type(operator.grad_fn).__name__
+    assert torch.equal(direct, operator)
+    for a, b in zip(
+        torch.autograd.grad(direct, (x, weight), dy),
+        torch.autograd.grad(operator, (x, weight), dy),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_a_subclass_goes_through_the_operator():
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.randn(5, 7)
+    y = ts_kernels.rms_norm(x.as_subclass(Watched), torch.ones(7), 1e-5)
+    assert torch.equal(torch.Tensor(y), ts_kernels.rms_norm(x, torch.ones(7), 1e-5))
+    assert torch.ops.ts_kernels.rms_norm in seen or torch.ops.ts_kernels.rms_norm.default in seen
+
+
 def test_backward_twice_and_other_readers_of_the_gradient():
     x = torch.randn(5, 7, requires_grad=True)
     weight = torch.randn(7, requires_grad=True)

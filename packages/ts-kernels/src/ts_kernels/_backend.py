@@ -54,4 +54,19 @@ def use_triton(*tensors: Tensor) -> bool:
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU current, so that a kernel launches on its current stream."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def runs_eagerly(*tensors: Tensor) -> bool:
+    """Whether nothing would see an operator called on these: no tracing, mode or subclass.
+
+    Then the operator's implementation may be called directly, without torch's dispatcher, which
+    costs a small kernel more host time than its launch.
+    """
+    return (
+        all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+    )

@@ -61,26 +61,29 @@ def walk_chunks(
                 hidden, head, classes, targets, options, wanted, grad_dtype, scale, kept
             )
     rows = hidden.shape[0]
-    loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
-    losses = torch.empty(rows, dtype=loss_dtype, device=hidden.device)
+    losses = []
     hidden_grad = (
         torch.empty(hidden.shape, dtype=grad_dtype, device=hidden.device) if wanted.hidden else None
     )
     for start in range(0, rows, options.chunk_size):
         part = slice(start, min(start + options.chunk_size, rows))
         logits = head.logits(hidden[part])
-        losses[part] = softmax_rows_(
-            logits,
-            targets[part],
-            ignore_index=options.ignore_index,
-            softcap=options.softcap,
-            write_grad=wanted.any,
-            scale=None if scale is None else scale[part],
+        losses.append(
+            softmax_rows_(
+                logits,
+                targets[part],
+                ignore_index=options.ignore_index,
+                softcap=options.softcap,
+                write_grad=wanted.any,
+                scale=None if scale is None else scale[part],
+            )
         )
         if wanted.any:
             head.backward(logits, None if hidden_grad is None else hidden_grad[part])
         del logits
-    return RowLosses(losses, hidden_grad)
+    if not losses:
+        losses.append(hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32)))
+    return RowLosses(losses[0] if len(losses) == 1 else torch.cat(losses), hidden_grad)
 
 
 def _walk_some(

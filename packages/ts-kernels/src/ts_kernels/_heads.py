@@ -70,7 +70,10 @@ class DenseHead:
     def backward(self, logits_grad: Tensor, hidden_grad: Tensor | None) -> None:
         """Adds the chunk's part to the sums and writes `hidden_grad` [rows, D]."""
         if hidden_grad is not None:
-            if hidden_grad.dtype == self._dtype or logits_grad.is_cuda:
+            if logits_grad.is_cuda and hidden_grad.dtype.itemsize == 2:
+                # a 16-bit result may be summed over V in 16 bits by the matmul library
+                hidden_grad.copy_(torch.mm(logits_grad, self._weight, out_dtype=torch.float32))
+            elif logits_grad.is_cuda or hidden_grad.dtype == self._dtype:
                 _product(logits_grad, self._weight, hidden_grad)
             else:  # not worth a copy of the weight in another dtype
                 hidden_grad.copy_(logits_grad @ self._weight)

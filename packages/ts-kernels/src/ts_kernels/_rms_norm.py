@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ts_kernels._backend import on_device_of, use_triton
+from ts_kernels._backend import on_device_of, runs_eagerly, use_triton
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._rms_norm_plan import backward_plan, forward_plan, mean_factor
 
@@ -60,7 +60,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"x is on {x.device} and weight on {weight.device}; expected one device. Move one of "
             f"them."
         )
-    y: Tensor = torch.ops.ts_kernels.rms_norm(x, weight, eps)[0]
+    if not torch.compiler.is_compiling() and runs_eagerly(x, weight):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            apply: Any = _EagerRMSNorm.apply
+            y: Tensor = apply(x, weight, eps)
+            return y
+        return _forward(x, weight, eps)[0]
+    y = torch.ops.ts_kernels.rms_norm(x, weight, eps)[0]
     return y
 
 
@@ -152,6 +158,25 @@ define_op(
     _backward_fake,
     not_twice_differentiable("rms_norm", "ts_kernels.reference.rms_norm"),
 )
+
+
+class _EagerRMSNorm(torch.autograd.Function):
+    """The operator's implementation and autograd, called without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rstd = _forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        if torch.is_grad_enabled() or not runs_eagerly(grads[0]):
+            return _autograd(ctx, grads[0], None)  # its operator refuses a second derivative
+        x, weight, rstd = ctx.saved_tensors
+        want_x, want_weight, _ = ctx.needs_input_grad
+        dx, dw = _backward(grads[0], x, weight, rstd, want_x, want_weight)
+        return (dx if want_x else None), (dw if want_weight else None), None
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -85,9 +85,9 @@ def backward_plan(
     block, more = (unit * blocks for blocks in two_blocks(hidden, unit))
     padded = block + more
     if not want_weight:
-        rows_per_tile = last_power_of_2(max(1, min(16, 2048 // padded)))
+        rows_per_tile = last_power_of_2(max(1, min(16, 1024 // padded)))
         tiles = -(-rows // rows_per_tile)
-        num_warps = last_power_of_2(max(1, min(32, padded * rows_per_tile // 512)))
+        num_warps = last_power_of_2(max(1, min(32, padded * rows_per_tile // 1024)))
         return BackwardPlan(block, more, rows_per_tile, 1, tiles, num_warps, 1)
     # measured on an H200: larger tiles and fewer, longer walks pay for long rows
     long_rows = padded >= 4096
@@ -101,7 +101,7 @@ def backward_plan(
         rows_per_tile,
         tiles_per_program,
         -(-tiles // tiles_per_program),
-        last_power_of_2(max(4, min(32, padded * rows_per_tile // 1024))),
+        max(4, min(32, next_power_of_2(-(-padded * rows_per_tile // 1024)))),
         min(3, 1 + (66 * 1024) // tile_bytes) if tiles_per_program > 1 else 1,
     )
 

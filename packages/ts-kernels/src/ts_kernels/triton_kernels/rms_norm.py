@@ -189,17 +189,19 @@ def rms_norm_backward_kernel(
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
         row_ok = row < rows
+        # all loads before the first reduction, whose barrier nothing is moved across
         ok = row_ok[:, None] & col_ok[None, :]
         x = _load_block(x_ptr, row, x_stride, col, ok)
         dy = _load_block(dy_ptr, row, dy_stride, col, ok).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row_ok, other=0.0)
-        xhat = x.to(tl.float32) * rstd[:, None]
-        wdy = dy * weight[None, :]
-        total = tl.sum(wdy * xhat, axis=1)
         if MORE > 0:
             more_ok = row_ok[:, None] & more_col_ok[None, :]
             more_x = _load_block(x_ptr, row, x_stride, more_col, more_ok)
             more_dy = _load_block(dy_ptr, row, dy_stride, more_col, more_ok).to(tl.float32)
+        xhat = x.to(tl.float32) * rstd[:, None]
+        wdy = dy * weight[None, :]
+        total = tl.sum(wdy * xhat, axis=1)
+        if MORE > 0:
             more_xhat = more_x.to(tl.float32) * rstd[:, None]
             more_wdy = more_dy * more_weight[None, :]
             total += tl.sum(more_wdy * more_xhat, axis=1)
