@@ -6,6 +6,7 @@ Bound to the wheel target alone (see pyproject.toml), so that an sdist carries c
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -48,8 +49,6 @@ def _load_build_script(path: Path) -> ModuleType:
         raise ImportError(f"{path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
     # dataclasses look their module up by name while the class is made.
-    import sys
-
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -46,7 +46,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
             else:
                 env[name] = value
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code, *arguments],
+            [sys.executable, "-c", code, *arguments],
             env=env,
             capture_output=True,
             text=True,

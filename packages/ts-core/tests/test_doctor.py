@@ -216,7 +216,7 @@ def test_a_broken_core_is_reported_with_the_line_that_fixes_it(
     assert parts["to fix"].count("native core: ") == 1 and fix in parts["to fix"]
     assert len(parts["to fix"].splitlines()) == 2
     assert "machine" in parts and "plug-ins" in parts  # the rest is still reported
-    assert done.stderr == ""
+    assert "Traceback" not in done.stderr
 
 
 MEMLOCK = """
