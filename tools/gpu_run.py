@@ -209,23 +209,29 @@ def _test_note(report: Path) -> str:
     if suite is None:
         return "no test suite in tests.xml"
     counts = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
-    lines = [", ".join(f"{value} {key}" for key, value in counts.items())]
+    told = []
     for case in suite.iter("testcase"):
         for kind in ("failure", "error", "skipped"):
             found = case.find(kind)
             if found is not None:
                 message = (found.get("message") or "").splitlines() or [""]
-                lines.append(f"{kind}: {case.get('classname')}::{case.get('name')}: {message[0]}")
-    return "\n".join(lines)
+                place = f"{case.get('classname')}::{case.get('name')}"
+                told.append(f"{kind}: {place}: {message[0][:160]}")
+    told.sort(key=lambda line: line.startswith("skipped"))
+    if len(told) > TAIL_LINES:
+        told[TAIL_LINES:] = [f"... {len(told) - TAIL_LINES} more in tests.xml"]
+    return "\n".join([", ".join(f"{value} {key}" for key, value in counts.items()), *told])
 
 
 def _micro(runner: Runner, pattern: str, limit_s: float) -> tuple[str, str]:
-    scripts = sorted(ROOT.glob(f"packages/*/benchmarks/{pattern}"))
+    found = sorted(ROOT.glob(f"packages/*/benchmarks/{pattern}"))
+    scripts = [path for path in found if not path.name.startswith("_")]
     if not scripts:
         return "ok", f"no micro-benchmark matches {pattern}"
     notes, failed = [], 0
+    end = time.monotonic() + limit_s
     for script in scripts:
-        status, output = runner.run([sys.executable, str(script)], limit_s)
+        status, output = runner.run([sys.executable, str(script)], end - time.monotonic())
         failed += status != "ok"
         notes += [f"{script.relative_to(ROOT)}: {status}", *_tail(output).splitlines()]
     return "ok" if not failed else f"failed ({failed} of {len(scripts)})", "\n".join(notes)
@@ -240,7 +246,7 @@ def _compare(
     if args.engines:
         command += ["--engines", args.engines]
     command += ["--repeats", str(args.repeats), "--steps", str(args.steps)]
-    # Leave it the time to write its report.
+    # Leave it time to write its report.
     seconds = max(1.0, min(limit_s, runner.deadline - time.monotonic()) - 15)
     command += ["--time-limit", f"{seconds:.0f}", "--out", str(out / "compare.jsonl")]
     command += ["--plot", str(out / "compare.png"), *shlex.split(args.compare_args)]

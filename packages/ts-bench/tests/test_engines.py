@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ts_bench import records
-from ts_bench.compare import Settings, compare
 from ts_bench.engines import UnsupportedError
 from ts_bench.engines.bnb import ENGINE as BNB
 from ts_bench.engines.bnb import ENGINE_LIGER
 from ts_bench.engines.stock import ENGINE as STOCK
+from ts_bench.rounds import Settings, compare
 from ts_bench.scenarios import GB, SCENARIOS, ModelShape
 from ts_bench.workload import build_model, expected_first_loss, token_batches, trainable
 from ts_core.registry import bench_engines, codecs

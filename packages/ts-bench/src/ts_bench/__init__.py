@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ts_bench.compare import Settings as Settings
-    from ts_bench.compare import compare as compare
     from ts_bench.records import Measurement as Measurement
     from ts_bench.records import Record as Record
+    from ts_bench.rounds import Settings as Settings
+    from ts_bench.rounds import compare as compare
     from ts_bench.scenarios import SCENARIOS as SCENARIOS
     from ts_bench.scenarios import Scenario as Scenario
     from ts_bench.scenarios import get_scenario as get_scenario
@@ -25,8 +25,8 @@ _HOMES = {
     "Record": "ts_bench.records",
     "SCENARIOS": "ts_bench.scenarios",
     "Scenario": "ts_bench.scenarios",
-    "Settings": "ts_bench.compare",
-    "compare": "ts_bench.compare",
+    "Settings": "ts_bench.rounds",
+    "compare": "ts_bench.rounds",
     "get_scenario": "ts_bench.scenarios",
     "summarize": "ts_bench.summary",
 }

@@ -103,8 +103,8 @@ def parse_size(text: str) -> int | str | None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ts_bench.compare import Settings, compare
     from ts_bench.report import show
+    from ts_bench.rounds import Settings, compare
     from ts_bench.summary import summarize
 
     scenarios = [_with_changes(get_scenario(name), args) for name in args.scenario]

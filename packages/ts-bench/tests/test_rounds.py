@@ -6,8 +6,8 @@ import psutil
 import pytest
 
 from ts_bench import records
-from ts_bench.compare import Settings, compare
 from ts_bench.records import Record
+from ts_bench.rounds import Settings, compare
 from ts_bench.scenarios import SCENARIOS
 from ts_core.errors import OptionError
 
@@ -73,7 +73,7 @@ def no_process(monkeypatch) -> list[dict]:
         jobs.append(job)
         return records.CRASHED, "not run in this test", None
 
-    monkeypatch.setattr("ts_bench.compare._run_job", note)
+    monkeypatch.setattr("ts_bench.rounds._run_job", note)
     return jobs
 
 
