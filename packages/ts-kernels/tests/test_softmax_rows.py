@@ -15,7 +15,7 @@ def test_gradient_is_written_over_the_logits(dtype, softcap):
     logits = (torch.randn(5, 131) * 5).to(dtype)
     targets = torch.tensor([3, -100, 130, 0, 7])
     scale = torch.tensor([1.0, 2.0, -0.5, 0.0, 3.0])
-    exact = logits.double().requires_grad_()
+    exact = logits.double().clone().requires_grad_()
     z = exact if softcap is None else softcap * torch.tanh(exact / softcap)
     losses = F.cross_entropy(z, targets, reduction="none")
     (gradient,) = torch.autograd.grad((losses * scale).sum(), exact)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +35,39 @@ def assert_rounding_tier(
     allowed = 2 * (same_dtype.double() - exact).abs().max() + 1e-6 * exact.abs().max().clamp(min=1)
     if not error <= allowed:  # also refuses NaN
         raise AssertionError(f"{what}: error {error.item():.3e}, allowed {allowed.item():.3e}")
+
+
+class Head(NamedTuple):
+    """Inputs of a loss on an output layer; all but the targets require grad."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    bias: Tensor
+
+
+def random_head(
+    dtype: torch.dtype = torch.float32,
+    rows: int = 23,
+    classes: int = 211,
+    width: int = 37,
+    masked: float = 0.3,
+) -> Head:
+    """hidden [rows, width], weight [classes, width], targets [rows] and bias [classes], random.
+
+    Args:
+        dtype: of all but the targets.
+        rows, classes, width: sizes; odd primes unless given.
+        masked: share of targets that are -100.
+    """
+    targets = torch.randint(0, classes, (rows,))
+    targets[torch.rand(rows) < masked] = -100
+    return Head(
+        torch.randn(rows, width).to(dtype).requires_grad_(),
+        torch.randn(classes, width).mul(width**-0.5).to(dtype).requires_grad_(),
+        targets,
+        torch.randn(classes).to(dtype).requires_grad_(),
+    )
 
 
 class LargestTensor(TorchDispatchMode):
