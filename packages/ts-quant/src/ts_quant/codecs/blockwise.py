@@ -74,11 +74,25 @@ class BlockwiseCodec(Codec):
     def decode(
         self, buffers: Sequence[Tensor], block_size: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        decoded: Tensor = self._decode_op(buffers[0], buffers[1], block_size, shape, dtype)
+        codes, absmax = buffers
+        if _eager(codes):
+            out = torch.empty(shape, dtype=dtype, device=codes.device)
+            self.run_decode(codes, absmax, block_size, out)
+            return out
+        decoded: Tensor = self._decode_op(codes, absmax, block_size, shape, dtype)
         return decoded
 
     def decode_out(self, buffers: Sequence[Tensor], block_size: int, out: Tensor) -> None:
-        self._decode_out_op(buffers[0], buffers[1], block_size, out)
+        codes, absmax = buffers
+        if _eager(codes) and _eager(out):
+            self.run_decode(codes, absmax, block_size, out)
+        else:
+            self._decode_out_op(codes, absmax, block_size, out)
+
+    def run_decode(self, codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
+        """Decode plain tensors: the Triton kernel on a GPU that has one, else the reference."""
+        kernel = cuda_decoder(self.triton_module, out.dtype) if codes.is_cuda else None
+        (kernel or self.decode_reference)(codes, absmax, block_size, out)
 
     def encode_reference(self, weight: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """The encoder, in plain PyTorch on every device: the same bytes everywhere."""
@@ -110,6 +124,14 @@ class BlockwiseCodec(Codec):
                 torch.mul(values, scales, out=target)
             else:
                 target.copy_(values.mul_(scales))
+
+
+def _eager(tensor: Tensor) -> bool:
+    """Whether the operators' dispatch, a large part of a small call's time, may be left out.
+
+    It is needed where something records operators: torch.compile and tensors that are not plain.
+    """
+    return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def block_count(n_values: int, block_size: int) -> int:
@@ -168,13 +190,9 @@ def _define_operators(codec: BlockwiseCodec) -> None:
     def decode_out_fake(codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
         return None
 
-    def decode_out_cuda(codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
-        kernel = cuda_decoder(codec.triton_module, out.dtype) or codec.decode_reference
-        kernel(codes, absmax, block_size, out)
-
     library.register_fake(f"{name}_decode_out", decode_out_fake)
     library.impl(f"{name}_decode_out", "CompositeExplicitAutograd", codec.decode_reference)
-    library.impl(f"{name}_decode_out", "CUDA", decode_out_cuda)
+    library.impl(f"{name}_decode_out", "CUDA", codec.run_decode)
 
     define(
         f"{name}_decode",
@@ -190,8 +208,7 @@ def _define_operators(codec: BlockwiseCodec) -> None:
         codes: Tensor, absmax: Tensor, block_size: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         out = torch.empty(shape, dtype=dtype, device=codes.device)
-        decode_out = decode_out_cuda if codes.is_cuda else codec.decode_reference
-        decode_out(codes, absmax, block_size, out)
+        codec.run_decode(codes, absmax, block_size, out)
         return out
 
     library.register_fake(f"{name}_decode", decode_fake)
