@@ -68,4 +68,4 @@ def test_measuring_nothing_is_refused(counts) -> None:
 def test_a_cap_above_the_device_is_refused() -> None:
     scenario = dataclasses.replace(TINY, limit_bytes=10**15)
     with pytest.raises(OptionError, match="limit: 1000000000000000 bytes are more than the device"):
-        measure(object(), scenario, "plain", device=torch.device("cuda"), warmup=1, steps=1)  # type: ignore[arg-type]
+        measure(object(), scenario, "plain", device=torch.device("cuda", 0), warmup=1, steps=1)  # type: ignore[arg-type]

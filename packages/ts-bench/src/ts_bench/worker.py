@@ -40,6 +40,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job["threads"] is not None:
         torch.set_num_threads(job["threads"])
     device = torch.device(job["device"])
+    if device.type == "cuda":  # some calls of torch want the index said
+        device = torch.device("cuda", torch.cuda.current_device())
     status, reason, measurement = records.OK, "", None
     try:
         measurement = measure(
