@@ -6,7 +6,7 @@ import argparse
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -133,6 +133,7 @@ def test_a_low_limit_is_named_but_no_fault_without_a_gpu() -> None:
     [
         ({"ts-quant": "0.7.1"}, r"ts-quant 0.7.1 and ts-core .*pip install 'ts-quant==0\.8\.\*'"),
         ({"torch": "2.8.0+cpu"}, r"torch 2.8.0\+cpu is older than 2.9: .*'torch>=2.9'"),
+        ({"torch": "2.10rc1", "ts-hf": "0.9.0a1"}, "ts-hf 0.9.0a1 and ts-core"),
         ({"torch": None}, "torch is not installed: .*'torch>=2.9'"),
     ],
 )
@@ -219,34 +220,42 @@ def test_a_broken_core_is_reported_with_the_line_that_fixes_it(
     assert "Traceback" not in done.stderr
 
 
-MEMLOCK = """
-import argparse, resource, sys
-limit = int(sys.argv.pop(1))
-hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, hard))
-from ts_core import _native
-_native.load().use_driver_library(sys.argv.pop(1))
-import torch
-torch.cuda.is_available = lambda: True
-torch.version.cuda = "13.0"
-"""
+@pytest.fixture
+def made_up_gpu(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
+    host = _native.load()
+    host.use_driver_library(str(fake_driver))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    yield
+    host.use_driver_library("")
 
 
-def test_a_low_page_lock_limit_is_found_and_named(run_python: Run, fake_driver: Path) -> None:
+def test_a_low_page_lock_limit_is_found_and_named(
+    made_up_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A driver that obeys RLIMIT_MEMLOCK, in a process that lowered its limit to 64 KiB."""
-    code = MEMLOCK + DOCTOR
-    done = run_python(code, "65536", str(fake_driver), status=1, FAKE_CUDA_OBEY_MEMLOCK="1")
-    parts = sections(done.stdout)
-    assert "page-lock limit (ulimit -l): 64 KiB" in parts["machine"]
-    assert "Made-up GPU, 8.0 GiB" in parts["GPU"]
-    assert (
-        "page-locking 64 MiB was REFUSED: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
-        in parts["GPU"]
-    )
-    assert "(ulimit -l is 64 KiB)" in parts["to fix"] and "memlock" in parts["to fix"]
+    resource = pytest.importorskip("resource", reason="no resource limits on this system")
+    monkeypatch.setenv("FAKE_CUDA_OBEY_MEMLOCK", "1")
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, limits[1]))
+    try:
+        status = command.run(argparse.Namespace(measure=False))
+        refused = sections(capsys.readouterr().out)
+        monkeypatch.delenv("FAKE_CUDA_OBEY_MEMLOCK")
+        diagnosis = diagnose()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    assert status == 1
+    assert "page-lock limit (ulimit -l): 64 KiB" in refused["machine"]
+    assert "Made-up GPU, 8.0 GiB" in refused["GPU"]
+    reason = "page-locking 64 MiB was REFUSED: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    assert reason in refused["GPU"]
+    assert "(ulimit -l is 64 KiB)" in refused["to fix"] and "memlock" in refused["to fix"]
     # A driver that locks memory in spite of the limit is no fault.
-    done = run_python(code, "65536", str(fake_driver), status=None)
-    assert "page-locking 64 MiB: works" in done.stdout and "memlock" not in done.stdout
+    assert "page-locking 64 MiB: works" in diagnosis.text()
+    assert "memlock" not in diagnosis.text()
 
 
 @pytest.mark.gpu

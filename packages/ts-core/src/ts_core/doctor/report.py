@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -76,7 +77,7 @@ def _packages(found: Diagnosis) -> None:
     lines.append(f"{'torch':12} {torch_version or 'not installed'}")
     if torch_version is None:
         found.to_fix.append("torch is not installed: python -m pip install 'torch>=2.9'")
-    elif tuple(int(part) for part in torch_version.split(".")[:2]) < (2, 9):
+    elif _major_minor(torch_version) < (2, 9):
         found.to_fix.append(
             f"torch {torch_version} is older than 2.9: python -m pip install -U 'torch>=2.9'"
         )
@@ -206,6 +207,11 @@ def _plugins(found: Diagnosis) -> None:
                     f"python -m pip uninstall one of them"
                 )
     found.sections.append(("plug-ins", lines))
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _version(name: str) -> str | None:
