@@ -20,7 +20,7 @@ from ts_core.errors import (
     OutOfBudgetError,
     UnknownPluginError,
 )
-from ts_hf import loading
+from ts_hf import budget
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "gemma2"]
 
@@ -361,7 +361,7 @@ def test_auto_takes_the_most_precise_that_fits(
     }
 
     def chosen(free: int, **options: Any) -> Any:
-        monkeypatch.setattr(loading, "ram_available_bytes", lambda: free)
+        monkeypatch.setattr(budget, "ram_available_bytes", lambda: free)
         return ts_hf.load_model(folder, **options).trainstream_load
 
     assert chosen(2 * plain, ram_fraction=0.5).quantize is None
@@ -375,3 +375,26 @@ def test_auto_takes_the_most_precise_that_fits(
         chosen(plain - 3000, quantize=None)
     with pytest.raises(OutOfBudgetError, match=f"in {last}, but only"):
         chosen(sizes[last] - 2000, quantize=last)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+def test_quantization_that_would_not_reach_most_of_a_model(
+    family: str, checkpoint: Callable[..., Path], codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused experts and Conv1D are not silently left in full precision."""
+    folder = checkpoint(family)
+    with pytest.raises(NotAvailableError, match=r"not in nn\.Linear modules \(the largest: '"):
+        ts_hf.load_model(folder, quantize=codec)
+    monkeypatch.setattr(budget, "ram_available_bytes", lambda: 1000)
+    with pytest.raises(OutOfBudgetError, match="quantization does not help"):
+        ts_hf.load_model(folder)
+
+
+def test_a_few_weights_out_of_reach_are_reported(
+    tiny_config: Callable[..., Any], codec: str
+) -> None:
+    config = tiny_config("mixtral", num_local_experts=2, intermediate_size=16)
+    model = ts_hf.load_model(config, random_weights=True, quantize=codec)
+    events = model.trainstream_load.events
+    assert len(events) == 1 and "stay in full precision" in events[0]
+    assert "mlp.experts.gate_up_proj" in events[0]

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError
-from ts_core.memory.ram import ram_available_bytes
+from ts_core.errors import NotAvailableError, OptionError
+from ts_hf.budget import choose_codec
 from ts_hf.checkpoints.keymap import check_shape, plan_targets
 from ts_hf.checkpoints.locate import open_checkpoint, resolve_folder
-from ts_hf.fill import Filler, LoadReport, make_encoder, quantizable_names
+from ts_hf.fill import Filler, LoadReport, make_encoder
 from ts_hf.heap import HeapTrimmer, trim_heap
 from ts_hf.random_fill import fill_randomly
-from ts_hf.sizes import format_bytes
 from ts_hf.skeleton import build_skeleton, load_config
 
 logger = logging.getLogger("trainstream.hf")
@@ -68,7 +66,8 @@ def load_model(
         The model (a transformers PreTrainedModel). `model.trainstream_load` is a LoadReport.
 
     Raises:
-        OptionError, NotAvailableError: an option's value is not accepted, or not built yet.
+        OptionError, NotAvailableError: an option's value is not accepted, or not built yet;
+            quantization of a model most of whose layer weights are not in nn.Linear.
         DataError: config or weights are missing, damaged, or do not belong together; the message
             names the file and the tensor, and nothing half-made is returned.
         OutOfBudgetError: the model does not fit in the free RAM.
@@ -97,7 +96,7 @@ def load_model(
     targets = (
         [] if random_weights or folder is None else plan_targets(model, open_checkpoint(folder))
     )
-    report.quantize = _choose_codec(model, quantize, quant_block_size, ram_fraction, report)
+    report.quantize = choose_codec(model, quantize, quant_block_size, ram_fraction, report)
     encode = None
     if report.quantize is not None:
         _, encode = make_encoder(report.quantize, block_size=quant_block_size)
@@ -173,68 +172,6 @@ def _check_options(
         isinstance(ram_fraction, (int, float)) and 0 < ram_fraction <= 1
     ):
         raise OptionError(f"ram_fraction={ram_fraction!r}: expected a number in (0, 1].")
-
-
-def _choose_codec(
-    model: nn.Module,
-    quantize: str | bool | None,
-    block_size: int,
-    ram_fraction: float,
-    report: LoadReport,
-) -> str | None:
-    """The codec's name, or None for full precision; refuses what cannot fit in the free RAM."""
-    from ts_core.registry import codecs
-
-    names = quantizable_names(model)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    in_blocks, plain, other = 0, 0, 0
-    for name, parameter in model.named_parameters():
-        size = parameter.numel() * parameter.element_size()
-        if name in tied:
-            continue
-        if name in names:
-            in_blocks, plain = in_blocks + parameter.numel(), plain + size
-        else:
-            other += size
-    free = ram_available_bytes()
-
-    def total_bytes(codec_name: str | None) -> int:
-        if codec_name is None:
-            return plain + other
-        per_weight = codecs.get(codec_name).bytes_per_weight(block_size, False)
-        return int(in_blocks * per_weight) + other
-
-    if quantize == "auto":
-        budget = free * ram_fraction
-        if total_bytes(None) <= budget:
-            return None
-        order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
-        for name in order:
-            if total_bytes(name) <= budget:
-                report.events.append(
-                    f"quantize='auto' chose {name}: the model takes "
-                    f"{format_bytes(total_bytes(None))} in full precision, "
-                    f"{format_bytes(total_bytes(name))} in {name}, and {format_bytes(budget)} of "
-                    f"RAM may be used"
-                )
-                return name
-        tried = ", ".join(f"{name} {format_bytes(total_bytes(name))}" for name in order)
-        raise OutOfBudgetError(
-            f"the model takes {format_bytes(total_bytes(None))} in full precision"
-            f"{' (' + tried + ')' if tried else '; no codec is installed (pip install ts-quant)'}, "
-            f"but only {format_bytes(budget)} of RAM may be used ({ram_fraction} of "
-            f"{format_bytes(free)} free). Free RAM, or use a machine with more."
-        )
-    chosen = None if quantize in (None, "none", False) else str(quantize)
-    if total_bytes(chosen) > free:
-        raise OutOfBudgetError(
-            f"the model takes {format_bytes(total_bytes(chosen))} "
-            f"{'in full precision' if chosen is None else 'in ' + chosen}, but only "
-            f"{format_bytes(free)} of RAM is free. "
-            f"{'Quantize it (quantize=' + repr('nf4') + '), or free' if chosen is None else 'Free'}"
-            f" RAM."
-        )
-    return chosen
 
 
 def _finish(model: Any, folder: Path | None) -> None:

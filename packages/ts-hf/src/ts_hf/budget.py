@@ -1,0 +1,153 @@
+"""Which codec a model is loaded in, from its sizes and the free RAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ts_core.errors import NotAvailableError, OutOfBudgetError
+from ts_core.memory.ram import ram_available_bytes
+from ts_hf.families import find_decoder_layers
+from ts_hf.fill import LoadReport, quantizable_names
+from ts_hf.sizes import format_bytes
+
+_OFF = (None, "none", False)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Bytes of a skeleton's parameters in its own dtypes.
+
+    Attributes:
+        linear_values: values of the weights that quantization applies to.
+        linear_bytes: bytes of those.
+        other_matrix_bytes: of the decoder layers' other matrices (fused experts, Conv1D).
+        other_matrix: name of the largest of these, or "".
+        rest_bytes: of everything else: embeddings, norms, biases.
+    """
+
+    linear_values: int
+    linear_bytes: int
+    other_matrix_bytes: int
+    other_matrix: str
+    rest_bytes: int
+
+    def total_bytes(self, codec_name: str | None, block_size: int) -> int:
+        """Bytes of the whole model in a codec, or in full precision (None)."""
+        from ts_core.registry import codecs
+
+        linear = self.linear_bytes
+        if codec_name is not None:
+            per_weight = codecs.get(codec_name).bytes_per_weight(block_size, False)
+            linear = int(self.linear_values * per_weight)
+        return linear + self.other_matrix_bytes + self.rest_bytes
+
+    @property
+    def mostly_linear(self) -> bool:
+        """Whether quantization reaches at least half of the layers' matrices."""
+        return self.linear_bytes >= self.other_matrix_bytes
+
+    def not_reached(self) -> str:
+        """What quantization does not reach, in words."""
+        share = self.other_matrix_bytes / max(1, self.other_matrix_bytes + self.linear_bytes)
+        return (
+            f"{share:.0%} of the decoder layers' weights ({format_bytes(self.other_matrix_bytes)}) "
+            f"are not in nn.Linear modules (the largest: {self.other_matrix!r})"
+        )
+
+
+def measure(model: nn.Module) -> ModelSizes:
+    """The sizes of a skeleton; a tied weight counts once."""
+    linear = quantizable_names(model)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    in_layers = {
+        id(parameter) for layer in find_decoder_layers(model) for parameter in layer.parameters()
+    }
+    values = linear_bytes = other_bytes = rest = 0
+    largest = (0, "")
+    for name, parameter in model.named_parameters():
+        size = parameter.numel() * parameter.element_size()
+        if name in tied:
+            continue
+        if name in linear:
+            values, linear_bytes = values + parameter.numel(), linear_bytes + size
+        elif id(parameter) in in_layers and parameter.dim() >= 2:
+            other_bytes += size
+            largest = max(largest, (size, name))
+        else:
+            rest += size
+    return ModelSizes(values, linear_bytes, other_bytes, largest[1], rest)
+
+
+def choose_codec(
+    model: nn.Module,
+    quantize: str | bool | None,
+    block_size: int,
+    ram_fraction: float,
+    report: LoadReport,
+) -> str | None:
+    """The codec's name, or None for full precision.
+
+    Raises:
+        OutOfBudgetError: the model does not fit in the free RAM.
+        NotAvailableError: a codec was asked for that would reach less than half of the layers.
+        UnknownPluginError: no installed package offers the codec.
+    """
+    sizes = measure(model)
+    free = ram_available_bytes()
+    if quantize == "auto":
+        return _automatic(sizes, block_size, free, ram_fraction, report)
+    chosen = None if quantize in _OFF else str(quantize)
+    needed = sizes.total_bytes(chosen, block_size)
+    if chosen is not None and sizes.other_matrix_bytes:
+        if not sizes.mostly_linear:
+            raise NotAvailableError(
+                f"quantize={chosen!r}: {sizes.not_reached()}, and quantizing those is not "
+                f"available in this version. Use quantize=None."
+            )
+        report.events.append(f"{sizes.not_reached()} and stay in full precision")
+    if needed > free:
+        how = "in full precision" if chosen is None else f"in {chosen}"
+        remedy = "Quantize it (quantize='nf4'), or free RAM." if chosen is None else "Free RAM."
+        raise OutOfBudgetError(
+            f"the model takes {format_bytes(needed)} {how}, but only {format_bytes(free)} of RAM "
+            f"is free. {remedy}"
+        )
+    return chosen
+
+
+def _automatic(
+    sizes: ModelSizes, block_size: int, free: int, ram_fraction: float, report: LoadReport
+) -> str | None:
+    from ts_core.registry import codecs
+
+    budget = free * ram_fraction
+    plain = sizes.total_bytes(None, block_size)
+    if plain <= budget:
+        return None
+    order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
+    if not sizes.mostly_linear:
+        order = []
+    for name in order:
+        size = sizes.total_bytes(name, block_size)
+        if size <= budget:
+            report.events.append(
+                f"quantize='auto' chose {name}: the model takes {format_bytes(plain)} in full "
+                f"precision, {format_bytes(size)} in {name}, and {format_bytes(budget)} of RAM "
+                f"may be used"
+            )
+            return name
+    if order:
+        tried = ", ".join(
+            f"{name} {format_bytes(sizes.total_bytes(name, block_size))}" for name in order
+        )
+    elif sizes.mostly_linear:
+        tried = "no codec is installed: pip install ts-quant"
+    else:
+        tried = f"quantization does not help: {sizes.not_reached()}"
+    raise OutOfBudgetError(
+        f"the model takes {format_bytes(plain)} in full precision ({tried}), but only "
+        f"{format_bytes(budget)} of RAM may be used ({ram_fraction} of {format_bytes(free)} free). "
+        f"Free RAM, or use a machine with more."
+    )
