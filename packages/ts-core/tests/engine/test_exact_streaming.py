@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -38,26 +39,11 @@ def run(
         offload=True,
         device=device,
     )
-    if delays is None:
-        record = train(
-            model,
-            optimizer,
-            steps,
-            accumulation=accumulation,
-            call=call,
-            device=device if device != "host" else "cpu",
-        )
-    else:
-        with inject_delays(delays) as plan:
-            record = train(
-                model,
-                optimizer,
-                steps,
-                accumulation=accumulation,
-                call=call,
-                device=device if device != "host" else "cpu",
-            )
-        assert plan.pauses > 0
+    where = "cpu" if device == "host" else device
+    pauses = contextlib.nullcontext() if delays is None else inject_delays(delays)
+    with pauses as plan:
+        record = train(model, optimizer, steps, accumulation=accumulation, call=call, device=where)
+    assert plan is None or plan.pauses > 0
     return model, record
 
 

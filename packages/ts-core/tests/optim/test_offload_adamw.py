@@ -366,6 +366,10 @@ def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception]
 def test_unsupported_parameters_and_optimizers_are_refused() -> None:
     with pytest.raises(OptionError, match="complex64"):
         OffloadAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    adamw = OffloadAdamW([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(OptionError, match="lr=-1"):
+        adamw.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1})
+    assert len(adamw.param_groups) == 1
     embedding = nn.Embedding(4, 3, sparse=True)
     optimizer = OffloadAdamW(embedding.parameters())
     with pytest.raises(OptionError, match="sparse"):

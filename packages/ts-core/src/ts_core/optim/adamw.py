@@ -16,15 +16,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device, resolve_device
-from ts_core.errors import NotAvailableError, OptionError, StateError
+from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
-from ts_core.optim import state
+from ts_core.optim import checks, state
 from ts_core.optim.buckets import Bucket, Hyper, partition
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.transfer import CopyEngine
 
-_TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 # What torch.optim.AdamW keeps in a param group, so that state dicts pass both ways.
 _TORCH_FLAGS = {
     "amsgrad": False,
@@ -83,8 +82,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         arena: PinnedArena | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
-        _check_hyper(lr, betas, eps, weight_decay)
-        _check_mode(mode, moment_dtype)
+        checks.hyper(lr, betas, eps, weight_decay)
+        checks.mode(mode, moment_dtype)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise OptionError(
                 f"max_grad_norm={max_grad_norm!r} is not accepted. Use a number above 0, or None."
@@ -161,17 +160,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        for flag in ("amsgrad", "maximize", "differentiable", "capturable"):
-            if group.get(flag):
-                raise OptionError(f"{flag}=True is not supported by OffloadAdamW. Leave it off.")
-        for param in group["params"]:
-            if param.dtype not in _TRAINABLE or param.layout is not torch.strided:
-                raise OptionError(
-                    f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype} and "
-                    f"layout {param.layout}. OffloadAdamW trains dense float32, bfloat16 and "
-                    f"float16 parameters: convert it or freeze it."
-                )
+        try:
+            checks.group(group)
+        except OptionError:
+            self.param_groups.pop()
+            raise
         if self._attached:
             self._hook(group["params"])
 
@@ -485,33 +478,3 @@ class OffloadAdamW(torch.optim.Optimizer):
             "d2h_bytes": link["d2h"].bytes if link else 0,
             "h2d_bytes": link["h2d"].bytes if link else 0,
         }
-
-
-def _check_hyper(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    ranges = {
-        "lr": float(lr) >= 0.0,
-        "eps": eps >= 0.0,
-        "weight_decay": weight_decay >= 0.0,
-        "betas": len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
-    }
-    values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas}
-    for name, good in ranges.items():
-        if not good:
-            expected = "two numbers in [0, 1)" if name == "betas" else "a number of at least 0"
-            raise OptionError(f"{name}={values[name]!r} is not accepted. Use {expected}.")
-
-
-def _check_mode(mode: str, moment_dtype: Any) -> None:
-    if mode in ("gpu", "hybrid", "auto"):
-        raise NotAvailableError(f"mode={mode!r} is not available in this version. Use mode='cpu'.")
-    if mode != "cpu":
-        raise OptionError(f"mode={mode!r} is not accepted. Use 'cpu', 'gpu' or 'hybrid'.")
-    if moment_dtype in ("float32", "fp32", torch.float32):
-        return
-    if moment_dtype in ("bfloat16", "bf16", torch.bfloat16, "int8", "8bit"):
-        raise NotAvailableError(
-            f"moment_dtype={moment_dtype!r} is not available in this version. Use 'float32'."
-        )
-    raise OptionError(
-        f"moment_dtype={moment_dtype!r} is not accepted. Use 'float32', 'bfloat16' or 'int8'."
-    )
