@@ -11,6 +11,7 @@ import torch
 from ts_core import _native
 from ts_core.memory import arena as arena_module
 from ts_core.memory.arena import PinnedArena
+from ts_core.memory.ram import page_lock_limit_bytes
 
 MIB = 1 << 20
 
@@ -47,6 +48,8 @@ def test_a_refusal_falls_back_to_plain_memory_and_says_why(
     assert "page-locking" in arena.refusal
     assert "CUDA_ERROR_OUT_OF_MEMORY (out of memory)" in arena.refusal
     assert stats["arena_refusal"] == arena.refusal
+    limit = page_lock_limit_bytes()
+    assert limit in (None, -1) or f"ulimit -l is {limit >> 10} KiB" in arena.refusal
     small = arena.empty(100 * 1024)  # a slab of 4 MiB is refused, the bytes alone are not
     assert cuda.locked(small) and arena.stats()["arena_pinned"] == 6 * MIB + 100 * 1024
     calls = cuda.registrations

@@ -87,7 +87,7 @@ def _try_page_lock() -> str:
 
 def inspect_machine(native: bool) -> Machine:
     """Cores, RAM and limits of this machine."""
-    from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
+    from ts_core.memory.ram import page_lock_limit_bytes, ram_available_bytes, ram_limit_bytes
 
     present = os.cpu_count() or 1
     release = platform.release().lower()
@@ -96,16 +96,7 @@ def inspect_machine(native: bool) -> Machine:
         cores_present=present,
         ram_bytes=ram_limit_bytes(),
         ram_available_bytes=ram_available_bytes(),
-        memlock_bytes=_memlock_bytes(),
+        memlock_bytes=page_lock_limit_bytes(),
         wsl="microsoft" in release,
         container=any(Path(p).exists() for p in ("/.dockerenv", "/run/.containerenv")),
     )
-
-
-def _memlock_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return UNLIMITED if limit == resource.RLIM_INFINITY else limit

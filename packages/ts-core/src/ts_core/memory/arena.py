@@ -20,7 +20,7 @@ import torch
 
 from ts_core import _native
 from ts_core.errors import OptionError, OutOfBudgetError
-from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
+from ts_core.memory.ram import page_lock_limit_bytes, ram_available_bytes, ram_limit_bytes
 
 DEFAULT_SLAB_BYTES = 1 << 30
 # Share of RAM that may be page-locked when no cap is given. The planner's budgets are tighter; this
@@ -213,7 +213,7 @@ class PinnedArena:
         device = torch.cuda.current_device()
         reason: str = self._arena.add_slab(size, True, device, threads, False)
         if reason:
-            self._refusal = f"page-locking {size} bytes was refused: {reason}"
+            self._refusal = f"page-locking {size} bytes was refused: {reason}{_limit_in_words()}"
             self._refused_bytes = size
         return not reason
 
@@ -240,7 +240,9 @@ class PinnedArena:
             return False
         reason: str = self._arena.pin_slabs(self.cap, torch.cuda.current_device())
         if reason:
-            self._refusal = f"page-locking memory mapped earlier was refused: {reason}"
+            self._refusal = (
+                f"page-locking memory mapped earlier was refused: {reason}{_limit_in_words()}"
+            )
         return True
 
     @staticmethod
@@ -320,6 +322,13 @@ def _checked_size(name: str, size: int) -> int:
     if size < 0:
         raise ValueError(f"{name}={size}: expected a number of bytes >= 0")
     return size
+
+
+def _limit_in_words() -> str:
+    limit = page_lock_limit_bytes()
+    if limit is None or limit < 0:
+        return ""
+    return f"; ulimit -l is {limit >> 10} KiB (`trainstream doctor` says how to raise it)"
 
 
 def _to_pages(nbytes: int) -> int:

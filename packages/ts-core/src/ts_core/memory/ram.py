@@ -1,4 +1,4 @@
-"""How much RAM there is for this process: the machine's, cut by the cgroup's limit."""
+"""How much RAM there is for this process, and how much of it may be page-locked."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def ram_available_bytes(root: Path = Path("/")) -> int:
     available = int(psutil.virtual_memory().available)
     left = [max(limit - used, 0) for limit, used in _cgroup_limits(root)]
     return min([available, *left])
+
+
+def page_lock_limit_bytes() -> int | None:
+    """The soft limit of locked memory (`ulimit -l`): bytes, -1 for none, None on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return -1 if limit == resource.RLIM_INFINITY else limit
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
