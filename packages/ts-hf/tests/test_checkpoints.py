@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import ts_hf
-from ts_core.errors import DataError, StateError
+from ts_core.errors import DataError, NonFiniteError, StateError
 from ts_hf.training.checkpointing import last_checkpoint
 
 ROWS, LENGTH, STEPS = 14, 12, 6
@@ -128,6 +129,49 @@ def test_a_second_train_goes_on_from_a_checkpoint_in_place(
     wanted = _trained(trainer.model)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     found = _trained(trainer.model)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
+class _PoisonOnce(TrainerCallback):  # type: ignore[misc]
+    """Makes a weight NaN between the two micro-batches of step 3, the first time it comes by."""
+
+    done = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any, **kw: Any) -> None:
+        if state.global_step == 2 and not self.done:
+            self.done = True
+            with torch.no_grad():
+                model.model.norm.weight[0] = float("nan")
+
+
+def test_resume_in_the_same_process_after_a_nan(
+    tmp_path: Path,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """The half-accumulated step is dropped; the rest is as if nothing had happened."""
+
+    def trainer(output: str, callbacks: list[Any]) -> Any:
+        return ts_hf.TrainStreamTrainer(
+            model=tiny_model("llama"),
+            args=training_arguments(
+                output_dir=str(tmp_path / output),
+                save_strategy="steps",
+                save_steps=2,
+                gradient_accumulation_steps=2,
+            ),
+            train_dataset=token_rows(ROWS, LENGTH),
+            callbacks=callbacks,
+        )
+
+    broken = trainer("run", [_PoisonOnce()])
+    with pytest.raises(NonFiniteError, match="at step 3"):
+        broken.train()
+    broken.train(resume_from_checkpoint=True)
+    whole = trainer("whole", [])
+    whole.train()
+    wanted, found = _trained(whole.model), _trained(broken.model)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 

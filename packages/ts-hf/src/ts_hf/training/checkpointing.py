@@ -99,6 +99,7 @@ class CheckpointMixin:
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = str(resume_from_checkpoint)
             _check_complete(Path(resume_from_checkpoint))
+        self.forget_unfinished_step()
         result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self.before_save()  # the last micro-batch has not been looked at yet
         return result

@@ -237,6 +237,13 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         if self._streaming is not None:
             self._streaming.synchronize()
 
+    def forget_unfinished_step(self) -> None:
+        """Drop what an earlier train() left when it raised in the middle of a step."""
+        self._unfinished = 0
+        self._finite = FiniteGuard()
+        if self._streaming is not None:
+            self._streaming.zero_grad()
+
     def after_optimizer_step(self) -> None:
         """Called once per optimizer step."""
         self._unfinished = 0
