@@ -40,6 +40,7 @@ class CudaDevice(Device):
     separate_memory = True
 
     def __init__(self, index: int | None) -> None:
+        torch.cuda.init()  # host memory is page-locked from here on
         self.index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", self.index)
         self.pool = Ledger(None)

@@ -121,6 +121,7 @@ def _start(
         session.pager = ParamPager(images, copies, plan.slot_count)
         session.runner = BlockRunner(blocks, session.pager)
     session.optimizer = _make_optimizer(model, optimizer, session)
+    session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
     session.hook_model(model)
     session.watch_for_room()
     for line in _defaults_in_words(config):

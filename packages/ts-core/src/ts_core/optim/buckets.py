@@ -232,7 +232,7 @@ class Bucket:
         if self.counts[0] == 1:
             self._arrived = self._copies.d2h(self._grad_h, flat, after=behind)
         else:
-            extra = self._arena.empty((self.numel,), self.dtype, tag="gradients")
+            extra = self._arena.empty((self.numel,), self.dtype, tag="gradients", grow=False)
             self._extra.append((self._copies.d2h(extra, flat, after=behind), extra))
 
     def close(self) -> None:
