@@ -232,6 +232,7 @@ def _test_installed(
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         shutil.copytree(_package_dir(package) / "tests", place / "tests")
+        shutil.copy(_package_dir(package) / "README.md", place)  # tests run its examples
         shutil.copy(ROOT / "conftest.py", place)
         settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         settings = settings.replace('testpaths = ["tests", "packages"]', 'testpaths = ["tests"]')
