@@ -102,9 +102,9 @@ def test_peak_is_the_model_plus_one_tensor(quantize: str, tmp_path: Path) -> Non
     assert stored > 100 * MIB
     largest = 4 * WIDTH * WIDTH
     # While one weight is encoded: its bytes as stored, as cast, in fp32, and a few of the codec's
-    # work arrays of that size; and what the allocator keeps for itself.
+    # work arrays of that size; and what freed memory may add up to before it is given back.
     one_tensor = largest * (2 + 2 + 6 * 4)
-    assert measured["peak"] < measured["kept"] + one_tensor + 8 * MIB, measured
+    assert measured["peak"] < measured["kept"] + one_tensor + 32 * MIB, measured
     assert measured["peak"] > 0.9 * measured["kept"]
     if quantize != "none":
         assert measured["kept"] < 0.3 * stored

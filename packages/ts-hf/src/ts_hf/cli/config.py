@@ -149,11 +149,11 @@ DEMO: dict[str, Any] = {
     "block_limit": "24MiB",
     "seq_length": 256,
     "batch_size": 4,
-    "steps": 14,
+    "steps": 12,
     "lr": 2e-3,
     "warmup": 0.0,
     "eval_rows": 8,
-    "save_every": 5,
+    "save_every": 4,
 }
 
 # A changed value of these does not make another run.
