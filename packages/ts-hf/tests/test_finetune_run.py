@@ -248,6 +248,28 @@ def test_kill_9_then_the_same_command_again(settings: Callable[..., FinetuneConf
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def test_killed_before_the_first_checkpoint(
+    settings: Callable[..., FinetuneConfig],
+    at_step: Callable[[int, Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The held-out loss is not measured again, and training still repeats itself."""
+
+    def dies() -> None:
+        raise KeyboardInterrupt
+
+    config = settings()
+    at_step(2, dies)
+    assert _run(config)[0] == INTERRUPTED
+    monkeypatch.undo()
+    status, printed = _run(config)
+    assert status == 0 and "held-out loss before" not in printed
+    whole = settings(output=config.output + "-whole")
+    assert _run(whole)[0] == 0
+    wanted, found = _adapter(whole), _adapter(config)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
 def test_killed_after_the_last_step(
     settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,8 @@ class _Run:
         held_out: Rows,
         interruption: Interruption,
     ) -> int:
+        from transformers import set_seed
+
         config = self.config
         checkpoint = last_checkpoint(self.checkpoints)
         done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
@@ -235,6 +237,9 @@ class _Run:
         if done >= config.steps:
             trainer._load_from_checkpoint(str(checkpoint))
         else:
+            # From here the numbers do not depend on what ran before, so that a run killed before
+            # its first checkpoint repeats itself; a checkpoint brings its own random state.
+            set_seed(config.seed)
             try:
                 trainer.train(
                     resume_from_checkpoint=None if checkpoint is None else str(checkpoint)
