@@ -210,10 +210,11 @@ def test_the_real_model_speaks_english(
         ids = model.generate(**start, max_new_tokens=6, do_sample=False)
         assert "Paris" in tokenizer.decode(ids[0])
         text = (
-            "The old lighthouse keeper climbed the spiral stairs every evening, carrying a small "
-            "lamp and a tin of oil. From the gallery he could see the fishing boats returning to "
-            "the harbour, their sails grey against the fading light."
+            "The Sun is the star at the center of the Solar System. It is a massive, nearly "
+            "perfect sphere of hot plasma, heated to incandescence by nuclear fusion reactions in "
+            "its core, radiating the energy from its surface mainly as visible light and infrared "
+            "radiation. It is by far the most important source of energy for life on Earth."
         )
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         assert tokenizer.decode(ids[0]) == text
-        assert model(ids, labels=ids).loss.exp() < 45
+        assert model(ids, labels=ids).loss.exp() < 20
