@@ -8,6 +8,7 @@ keeps a handle, and finds the view again wherever the block is then.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,7 +33,8 @@ class BlockRunner:
     def __init__(self, blocks: Sequence[nn.Module], pager: ParamPager) -> None:
         self._pager = pager
         self._handles: list[RemovableHandle] = []
-        self._open: dict[int, list[AbstractContextManager[Any]]] = {}
+        self._open = _OpenContexts()
+        self._release_queued = False
         for index, block in enumerate(blocks):
             self._hook(index, block)
 
@@ -49,21 +51,26 @@ class BlockRunner:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._pager.enter(index, -1 if in_backward() else 1)
             if guard_saved and torch.is_grad_enabled():
-                context = saved_view_hooks(self._pager)
-                context.__enter__()
-                self._open.setdefault(index, []).append(context)
+                self._open.enter(index, saved_view_hooks(self._pager))
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            contexts = self._open.get(index)
-            if contexts:
-                contexts.pop().__exit__(None, None, None)
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            self._open.exit(index)
+            if guard_saved:
+                output = _own_memory(output, self._pager)
             if torch.is_grad_enabled():
                 for tensor in _tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(enter_backward)
+            if not in_backward():
+                self._pager.leave(index)
+            return output
 
         def enter_backward(grad: torch.Tensor) -> None:
             self._pager.enter(index, -1)
+            if not self._release_queued:
+                self._release_queued = True
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._release)
 
         self._handles.append(
             block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -72,7 +79,21 @@ class BlockRunner:
         if image is not None:
             self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
             self._handles.append(block.register_state_dict_post_hook(serve_dense))
-            self._handles.append(block.register_load_state_dict_pre_hook(self._before_load(index)))
+            for module in block.modules():
+                self._handles.append(
+                    module.register_load_state_dict_pre_hook(self._before_load(index))
+                )
+
+    def new_pass(self) -> None:
+        """Called before the model's own forward, outside any backward."""
+        if not in_backward():
+            self._release_queued = False
+            self._pager.new_pass()
+
+    def _release(self) -> None:
+        """At the end of a backward: weights are those of the host images again."""
+        self._release_queued = False
+        self._pager.release_all()
 
     def _settle(self, index: int) -> Callable[..., None]:
         def settle(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -85,6 +106,22 @@ class BlockRunner:
             self._pager.invalidate(index)
 
         return before_load
+
+
+class _OpenContexts(threading.local):
+    """Contexts opened by a block's pre-hook and closed by its forward hook, per thread."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[int, list[AbstractContextManager[Any]]] = {}
+
+    def enter(self, index: int, context: AbstractContextManager[Any]) -> None:
+        context.__enter__()
+        self._stacks.setdefault(index, []).append(context)
+
+    def exit(self, index: int) -> None:
+        stack = self._stacks.get(index)
+        if stack:
+            stack.pop().__exit__(None, None, None)
 
 
 def serve_dense(
@@ -129,6 +166,24 @@ def saved_view_hooks(pager: ParamPager) -> AbstractContextManager[Any]:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _own_memory(output: Any, pager: ParamPager) -> Any:
+    """`output` with copies in place of tensors that view a slot (a returned weight, say)."""
+    if isinstance(output, torch.Tensor):
+        plain = type(output) in (torch.Tensor, nn.Parameter)
+        return output.clone() if plain and pager.saved_view(output) is not None else output
+    if not any(
+        type(tensor) in (torch.Tensor, nn.Parameter) and pager.saved_view(tensor) is not None
+        for tensor in _tensors(output)
+    ):
+        return output
+    if isinstance(output, dict):
+        for key, value in output.items():
+            output[key] = _own_memory(value, pager)
+        return output
+    items = [_own_memory(item, pager) for item in output]
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

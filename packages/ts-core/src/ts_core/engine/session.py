@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ts_core.config import WrapOptions
 from ts_core.device import Device
 from ts_core.engine.runner import BlockRunner
+from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
 from ts_core.optim import OffloadAdamW
 from ts_core.optim.resident import can_be_resident, device_bytes_needed
@@ -22,6 +23,10 @@ from ts_core.transfer import CopyEngine
 
 ATTRIBUTE = "_trainstream_session"
 UPDATES_BEFORE_RESIDENCE = 2
+_NO_COPY = (
+    "a wrapped model cannot be copied or pickled, since it owns device memory and threads. "
+    "unwrap() it first, or save model.state_dict()."
+)
 
 
 class EventLog:
@@ -93,7 +98,12 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 self.optimizer.synchronize()
 
-        self._handles.append(model.register_forward_pre_hook(settle))
+        def begin(*_: Any) -> None:
+            settle()
+            if self.runner is not None:
+                self.runner.new_pass()
+
+        self._handles.append(model.register_forward_pre_hook(begin))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
 
@@ -131,6 +141,12 @@ class TrainStreamSession:
             f"offload='auto': everything fits, optimizer state ({human(needed)} with gradients) "
             f"moved to the device; torch's fused AdamW from here on"
         )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StateError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(_NO_COPY)
 
     def close(self) -> None:
         """Remove every hook and give the device memory back."""

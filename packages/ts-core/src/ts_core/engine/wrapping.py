@@ -18,7 +18,7 @@ from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import default_arena
 from ts_core.memory.ram import ram_available_bytes
-from ts_core.optim import OffloadAdamW, convert_optimizer
+from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
 from ts_core.registry import codecs
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
 from ts_core.store import Leaf, ParamPager, build_image
@@ -146,6 +146,17 @@ def _check_state(
             f"optimizer is a {type(optimizer).__name__}. Pass torch.optim.AdamW, "
             f"torch.optim.Adam, OffloadAdamW or None."
         )
+    if optimizer is not None and not isinstance(optimizer, OffloadAdamW):
+        check_convertible(optimizer)
+    if config.eager and config.max_grad_norm is not None:
+        raise OptionError(
+            f"eager=True cannot be combined with max_grad_norm={config.max_grad_norm}: clipping "
+            f"needs the whole gradient first. Use eager=None or False."
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is not None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+    checks.memory(trained)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise OptionError(
             "the model has no parameter that requires a gradient, so there is nothing to train. "
@@ -309,6 +320,8 @@ def _make_optimizer(
             session.log,
             max_grad_norm=config.max_grad_norm,
             accumulation_steps=config.accumulation_steps,
+            eager=config.eager,
+            threads=config.threads,
         )
         return optimizer
     return convert_optimizer(optimizer, **shared)

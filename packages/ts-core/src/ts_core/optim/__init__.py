@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ts_core.optim.adamw import OffloadAdamW
-from ts_core.optim.convert import convert_optimizer
+from ts_core.optim.convert import check_convertible, convert_optimizer
 
-__all__ = ["OffloadAdamW", "convert_optimizer"]
+__all__ = ["OffloadAdamW", "check_convertible", "convert_optimizer"]

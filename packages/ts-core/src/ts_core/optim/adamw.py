@@ -7,7 +7,10 @@ landed, and the new values go back over the link.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -100,6 +103,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self.threads = threads or 0
         self._last_norm: float | torch.Tensor | None = None
         self._resident: ResidentAdamW | None = None
+        self._warned_late = False
         self.after_step: Callable[[], None] | None = None
         self.steps_done = 0
         self._device = device
@@ -195,6 +199,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         *,
         max_grad_norm: float | None,
         accumulation_steps: int,
+        eager: bool | None,
+        threads: int | None,
     ) -> None:
         """Join a session: its device, link and events; its options where they are not default.
 
@@ -215,6 +221,15 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.max_grad_norm = max_grad_norm
         if accumulation_steps != 1:
             self.accumulation_steps = accumulation_steps
+        if eager is not None:
+            if eager and self._needs_norm():
+                raise OptionError(
+                    "eager=True cannot be combined with clipping or compute_grad_norm, which need "
+                    "the whole gradient first. Use eager=None or False."
+                )
+            self._eager = eager
+        if threads is not None:
+            self.threads = threads
         self.attach()
 
     def make_resident(self) -> None:
@@ -241,13 +256,16 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._place.clear()
 
     def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
+        # A weak reference: a hook that held the optimizer would keep both alive for ever.
+        hook = functools.partial(_forward_gradient, weakref.ref(self))
         for param in params:
             if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
         mark_streamed(params)
 
     def build(self) -> None:
         """Allocate buckets and state for every parameter that has none yet."""
+        checks.memory([param for group in self.param_groups for param in group["params"]])
         for index, group in enumerate(self.param_groups):
             new = [p for p in group["params"] if p not in self._place]
             for params in partition(new):
@@ -302,9 +320,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def _close(self, bucket: Bucket) -> None:
         bucket.close()
-        eager = self.eager
         norm = self._needs_norm()
+        eager = self.eager and not norm
         hyper = self._hyper(bucket)
+        if eager:
+            bucket.used = hyper
+            bucket.mark_written()
 
         def job() -> None:
             bucket.land()
@@ -353,10 +374,13 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._close(bucket)
         self._join()
         updated_during_backward = self.eager and not self._needs_norm()
-        if not updated_during_backward:
+        if updated_during_backward:
+            self._check_unchanged(active)
+        else:
             scale = self._clip_scale(active)
             behind = self._copies.record_compute() if self._copies is not None else None
             for bucket in active:
+                bucket.mark_written()
                 hyper = self._hyper(bucket)
                 self._jobs[id(bucket)] = self._worker.submit(
                     bucket.update, hyper, scale, self.threads, behind
@@ -369,6 +393,19 @@ class OffloadAdamW(torch.optim.Optimizer):
         if self.after_step is not None:
             self.after_step()
         return loss
+
+    def _check_unchanged(self, active: Sequence[Bucket]) -> None:
+        """Eager updates ran during backward: a value set since then came too late for them."""
+        late = [bucket for bucket in active if bucket.used not in (None, self._hyper(bucket))]
+        if late and not self._warned_late:
+            self._warned_late = True
+            text = (
+                "lr or another hyper-parameter was changed between backward and step(), but "
+                "eager updates had already used the old value during backward. Set it before "
+                "backward, or pass eager=False."
+            )
+            self._say(text)
+            warnings.warn(text, UserWarning, stacklevel=3)
 
     def _clip_scale(self, active: Sequence[Bucket]) -> float:
         if not self._needs_norm():
@@ -478,3 +515,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             "d2h_bytes": link["d2h"].bytes if link else 0,
             "h2d_bytes": link["h2d"].bytes if link else 0,
         }
+
+
+def _forward_gradient(optimizer: weakref.ref[OffloadAdamW], param: torch.nn.Parameter) -> None:
+    owner = optimizer()
+    if owner is not None:
+        owner._on_gradient(param)

@@ -90,6 +90,7 @@ class Bucket:
         self.sum_of_squares = 0.0
         self.nonfinite = 0
         self.written: Event | None = None
+        self.used: Hyper | None = None
         self._device = device
         self._copies = copies
         self._arena = arena
@@ -181,6 +182,12 @@ class Bucket:
         Raises:
             StateError: more passes than expected.
         """
+        if self.closed:
+            raise StateError(
+                f"a parameter of shape {tuple(grad.shape)} received a gradient after the step's "
+                f"last one: its {self.counts[position]} backward passes were complete. Set "
+                f"accumulation_steps before the first backward of a step, and call step() in time."
+            )
         if self.counts[position] >= expected:
             raise StateError(
                 f"a parameter of shape {tuple(grad.shape)} received gradient number "
@@ -239,11 +246,21 @@ class Bucket:
         """All gradients of the step are here: send what is still on the device to the host."""
         self._absorb()
         self.closed = True
+        self._refresh_master()
         if self._grad_d is not None:
             assert self._grad_h is not None
             behind = self._copies.record_compute()
             self._arrived = self._copies.d2h(self._grad_h, self._grad_d, after=behind)
-        self._refresh_master()
+
+    def mark_written(self) -> None:
+        """Tell autograd that the values change, as an in-place operation would.
+
+        A graph that still needs the old values then raises, as after torch's own optimizers.
+        """
+        written = [param for param, count in zip(self.params, self.counts, strict=True) if count]
+        torch.autograd.graph.increment_version(written)
+        for position, param in enumerate(self.params):
+            self._seen[position] = (param._version, param.data_ptr())
 
     def reset(self) -> None:
         """Forget the step's gradients and counts."""
@@ -253,6 +270,7 @@ class Bucket:
         self._arrived = None
         self.counts = [0] * len(self.params)
         self.closed = False
+        self.used = None
         self.sum_of_squares = 0.0
         self.nonfinite = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,3 +57,18 @@ def mode(name: str, moment_dtype: Any) -> None:
     raise OptionError(
         f"moment_dtype={moment_dtype!r} is not accepted. Use 'float32', 'bfloat16' or 'int8'."
     )
+
+
+def memory(params: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse two parameters over the same memory: each would get an update of its own."""
+    owners: dict[int, torch.nn.Parameter] = {}
+    for param in params:
+        if param.numel() == 0:
+            continue
+        first = owners.setdefault(param.data_ptr(), param)
+        if first is not param:
+            raise OptionError(
+                f"two parameters of shapes {tuple(first.shape)} and {tuple(param.shape)} share "
+                f"their memory. To tie weights, use one Parameter in both places "
+                f"(b.weight = a.weight, not b.weight.data = a.weight.data)."
+            )

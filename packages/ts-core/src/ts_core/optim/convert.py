@@ -23,6 +23,22 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> Offlo
     Raises:
         OptionError: another optimizer, or a flag that has no counterpart.
     """
+    check_convertible(optimizer)
+    kept = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr", "param_names")
+    groups = [
+        {name: group[name] for name in kept if name in group} for group in optimizer.param_groups
+    ]
+    converted = OffloadAdamW(groups, **options)
+    if optimizer.state:
+        saved = optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["decoupled_weight_decay"] = True
+        converted.load_state_dict(saved)
+    return converted
+
+
+def check_convertible(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what `convert_optimizer` would refuse, changing nothing."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise OptionError(
             f"optimizer of type {type(optimizer).__name__} is not accepted. Use "
@@ -42,14 +58,3 @@ def convert_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> Offlo
                 f"{group['weight_decay']}, added to the gradient. OffloadAdamW decays weights "
                 f"directly: use torch.optim.AdamW, or weight_decay=0."
             )
-    kept = ("params", "lr", "betas", "eps", "weight_decay", "initial_lr", "param_names")
-    groups = [
-        {name: group[name] for name in kept if name in group} for group in optimizer.param_groups
-    ]
-    converted = OffloadAdamW(groups, **options)
-    if optimizer.state:
-        saved = optimizer.state_dict()
-        for group in saved["param_groups"]:
-            group["decoupled_weight_decay"] = True
-        converted.load_state_dict(saved)
-    return converted

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ts_core.errors import StateError
 from ts_core.memory.arena import PinnedArena
 from ts_core.store.leaves import Leaf, is_wrapper, tensor_leaves
 
 ALIGNMENT = 256
+HOST_KEY = -1
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class BlockImage:
     buffer_h: torch.Tensor
     placements: tuple[Placement, ...]
     has_plain: bool
-    _views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _views: dict[int, tuple[list[torch.Tensor], list[int]]] = field(default_factory=dict)
+    _pointers: list[int] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -54,16 +58,54 @@ class BlockImage:
 
     def bind(self, key: int, buffer: torch.Tensor) -> None:
         """Let every leaf read from `buffer`; views are made once per `key`."""
-        views = self._views.get(key)
-        if views is None:
+        cached = self._views.get(key)
+        if cached is None:
             views = [placement.view(buffer) for placement in self.placements]
-            self._views[key] = views
-        for placement, view in zip(self.placements, views, strict=True):
+            cached = (views, [view.data_ptr() for view in views])
+            self._views[key] = cached
+        for placement, view in zip(self.placements, cached[0], strict=True):
             placement.leaf.set(view)
+        self._pointers = cached[1]
+        self._versions = [placement.leaf.owner._version for placement in self.placements]
 
     def bind_host(self) -> None:
         """Let every leaf read from the host image."""
-        self.bind(-1, self.buffer_h)
+        self.bind(HOST_KEY, self.buffer_h)
+
+    def take_writes(self) -> bool:
+        """Bring what the user wrote into a weight since it was bound into the host image.
+
+        Noticed are in-place operations (their version counter) and replaced tensors
+        (`p.data = other`). Returns whether there were any: copies on the device are stale then.
+
+        Raises:
+            StateError: a weight was unfrozen, or replaced by one of another shape or dtype.
+        """
+        found = False
+        for placement, pointer, version in zip(
+            self.placements, self._pointers, self._versions, strict=True
+        ):
+            leaf = placement.leaf
+            if leaf.owner.requires_grad:
+                raise StateError(
+                    f"{leaf.name} of block {self.index} was frozen when the model was wrapped, and "
+                    f"streams; it requires a gradient now. unwrap() the model, unfreeze, and wrap "
+                    f"it again."
+                )
+            now = leaf.get()
+            if now.data_ptr() == pointer and leaf.owner._version == version:
+                continue
+            if tuple(now.shape) != placement.shape or now.dtype != placement.dtype:
+                raise StateError(
+                    f"{leaf.name} of block {self.index} was replaced by a {now.dtype} tensor of "
+                    f"shape {tuple(now.shape)}, while it streams as {placement.dtype} "
+                    f"{placement.shape}. unwrap() the model before changing it, then wrap it again."
+                )
+            target = placement.view(self.buffer_h)
+            if target.data_ptr() != now.data_ptr():
+                target.copy_(now)
+            found = True
+        return found
 
     def forget_views(self) -> None:
         """Drop the cached views (their buffers are about to go)."""

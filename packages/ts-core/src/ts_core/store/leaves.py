@@ -23,11 +23,13 @@ class Leaf:
         name: dotted name, for messages.
         holder: the parameter itself, or the subclass instance that has it as an attribute.
         attribute: name of the attribute of `holder`, or None when the leaf is the parameter.
+        owner: the parameter.
     """
 
     name: str
     holder: Any
     attribute: str | None
+    owner: torch.Tensor
 
     def get(self) -> torch.Tensor:
         """The tensor that is there now."""
@@ -53,19 +55,19 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def tensor_leaves(name: str, tensor: torch.Tensor) -> Iterator[Leaf]:
     """The leaves of a parameter: itself when plain, else its inner tensors, in order."""
     if not is_wrapper(tensor):
-        yield Leaf(name, tensor, None)
+        yield Leaf(name, tensor, None, tensor)
         return
-    yield from _inner_leaves(name, tensor)
+    yield from _inner_leaves(name, tensor, tensor)
 
 
-def _inner_leaves(name: str, wrapper: Any) -> Iterator[Leaf]:
+def _inner_leaves(name: str, wrapper: Any, owner: torch.Tensor) -> Iterator[Leaf]:
     attributes, _ = wrapper.__tensor_flatten__()
     for attribute in attributes:
         inner = getattr(wrapper, attribute)
         if is_wrapper(inner):
-            yield from _inner_leaves(f"{name}.{attribute}", inner)
+            yield from _inner_leaves(f"{name}.{attribute}", inner, owner)
         else:
-            yield Leaf(f"{name}.{attribute}", wrapper, attribute)
+            yield Leaf(f"{name}.{attribute}", wrapper, attribute, owner)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ everything queued so far on the compute stream, so nothing is overwritten while 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +35,17 @@ class SavedView:
     stride: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """The same view, in whatever slot the block is in now (it is loaded if in none)."""
+        """The same view, in whatever slot the block is in now (it is loaded if in none).
+
+        A copy in memory of its own when the backward itself is recorded (create_graph=True), as
+        its nodes keep what they read.
+        """
         slot = self.pager.require(self.image)
         empty = torch.empty(0, dtype=self.dtype, device=slot.buffer.device)
         start = slot.buffer.storage_offset() // empty.element_size()
         storage = slot.buffer.untyped_storage()
-        return empty.set_(storage, start + self.offset, self.shape, self.stride)
+        view = empty.set_(storage, start + self.offset, self.shape, self.stride)
+        return view.clone() if torch.is_grad_enabled() else view
 
 
 @dataclass
@@ -78,6 +84,8 @@ class ParamPager:
         self._owner: dict[int, BlockImage] = {}
         self._bound: set[int] = set()
         self._clock = 0
+        self._closed = False
+        self._process = os.getpid()
         self._lock = threading.RLock()
 
     def enter(self, index: int, direction: int) -> None:
@@ -88,7 +96,10 @@ class ParamPager:
             direction: +1 in forward, -1 in backward.
         """
         with self._lock:
+            self._check_open()
             image = self.images.get(index)
+            if image is not None and image.take_writes():
+                self._drop(image)
             ahead = self._ahead(index, direction)
             room = len(self.ring.slots) - (image is not None)
             keep = {*ahead[:room], *([index] if image is not None else [])}
@@ -97,10 +108,30 @@ class ParamPager:
             for other in ahead[:room]:
                 self._load(self.images[other], keep)
 
+    def leave(self, index: int) -> None:
+        """Called after a block's forward: outside it, its weights are those of the host image."""
+        with self._lock:
+            image = self.images.get(index)
+            if image is not None and index in self._bound:
+                self._unbind(image)
+
+    def new_pass(self) -> None:
+        """Called before the model's forward: load the first blocks, anew.
+
+        Writes through `.data` (PEFT's merge, say) leave no trace to notice, so no copy on the
+        device outlives the pass it was made for.
+        """
+        with self._lock:
+            self._check_open()
+            self._empty()
+            for index in self.order[: len(self.ring.slots)]:
+                self._load(self.images[index], set())
+
     def require(self, image: BlockImage) -> Slot:
         """The slot that holds `image`, loaded and waited for; for reads outside `enter`."""
         with self._lock:
-            return self._make_ready(image, {image.index})
+            self._check_open()
+            return self._ready_slot(image, {image.index})
 
     def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
         """A handle for a tensor that views a slot; None for any other tensor."""
@@ -127,39 +158,49 @@ class ParamPager:
         """Bind every block to its host image, so that reads outside a step see stable values."""
         with self._lock:
             for image in self.images.values():
-                image.bind_host()
-            self._bound.clear()
+                if image.index in self._bound:
+                    self._unbind(image)
 
     def invalidate(self, index: int) -> None:
-        """The block's host image was written: what a slot holds of it is stale."""
+        """The block's host image is about to be written: drop what a slot holds of it."""
         with self._lock:
-            image = self.images[index]
-            slot = self._slot_of.get(index)
-            if slot is not None:
-                self._evict(slot)
-            image.bind_host()
-            self._bound.discard(index)
+            self._drop(self.images[index])
 
     def close(self) -> None:
         """Bind everything to the host images and free the ring."""
         with self._lock:
             self.copies.synchronize()
-            self.release_all()
+            self._empty()
             for image in self.images.values():
                 image.forget_views()
-            self._slot_of.clear()
-            self._owner.clear()
+            self._closed = True
             self.ring.close()
 
     def _ahead(self, index: int, direction: int) -> list[int]:
         if direction > 0:
-            ahead = [other for other in self.order if other > index]
-            if not torch.is_grad_enabled():
-                ahead += [other for other in self.order if other < index]
-            return ahead
+            return [other for other in self.order if other > index]
         return [other for other in reversed(self.order) if other < index]
 
-    def _make_ready(self, image: BlockImage, keep: set[int]) -> Slot:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError(
+                "the model was unwrapped after the forward of this backward. Finish the backward "
+                "before unwrap()."
+            )
+        if os.getpid() != self._process:
+            raise StateError(
+                "a wrapped model was used in a forked child process, which has none of the "
+                "parent's copy threads. Use the model in the parent only, or start workers with "
+                "the 'spawn' method."
+            )
+
+    def _make_ready(self, image: BlockImage, keep: set[int]) -> None:
+        slot = self._ready_slot(image, keep)
+        if image.index not in self._bound:
+            image.bind(slot.index, slot.buffer)
+            self._bound.add(image.index)
+
+    def _ready_slot(self, image: BlockImage, keep: set[int]) -> Slot:
         slot = self._slot_of.get(image.index)
         if slot is None:
             self.stats.demand_loads += 1
@@ -174,9 +215,6 @@ class ParamPager:
             assert slot.ready is not None
             self.copies.wait_compute(slot.ready)
             slot.waited = True
-        if image.index not in self._bound:
-            image.bind(slot.index, slot.buffer)
-            self._bound.add(image.index)
         return slot
 
     def _load(self, image: BlockImage, keep: set[int]) -> Slot | None:
@@ -209,10 +247,27 @@ class ParamPager:
             return None
         return min(candidates, key=lambda slot: (slot.index in self._owner, slot.last_use))
 
+    def _empty(self) -> None:
+        for slot in self.ring.slots:
+            self._evict(slot)
+
     def _evict(self, slot: Slot) -> None:
-        image = self._owner.pop(slot.index, None)
-        if image is None:
-            return
-        del self._slot_of[image.index]
+        image = self._owner.get(slot.index)
+        if image is not None:
+            self._drop(image)
+
+    def _drop(self, image: BlockImage) -> None:
+        """Bind to the host image and forget the slot's copy."""
+        self._unbind(image)
+        slot = self._slot_of.pop(image.index, None)
+        if slot is not None:
+            del self._owner[slot.index]
+
+    def _unbind(self, image: BlockImage) -> None:
+        wrote = image.take_writes()
         image.bind_host()
         self._bound.discard(image.index)
+        if wrote:
+            slot = self._slot_of.pop(image.index, None)
+            if slot is not None:
+                del self._owner[slot.index]
