@@ -99,3 +99,31 @@ def test_not_a_safetensors_file(tmp_path: Path) -> None:
         read_header(file)
     with pytest.raises(DataError, match=r"gone\.safetensors does not exist"):
         read_header(tmp_path / "gone.safetensors")
+
+
+def _rewrite_header(file: Path, change: Callable[[str], str]) -> None:
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = change(raw[8 : 8 + length].decode()).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h: h.replace("[16,32]", "[0,16]"), "was expected"),
+        (lambda h: h.replace("[16,32]", "[20,36]"), "truncated|was expected"),
+        (lambda h: h.replace('"b"', '"a"'), "occurs twice"),
+        (lambda h: h.replace('"F32"', '["F32"]'), "dtype"),
+        (lambda h: '{"a":' * 50_000, "JSON"),
+    ],
+)
+def test_headers_that_would_give_other_values_are_refused(
+    change: Callable[[str], str], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(4), "b": torch.zeros(4)}, file)
+    assert "[16,32]" in file.read_bytes().decode(errors="replace")
+    _rewrite_header(file, change)
+    with pytest.raises(DataError, match=words):
+        read_header(file)

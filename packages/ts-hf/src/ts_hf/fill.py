@@ -119,6 +119,12 @@ class Filler:
 
     def _value(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if not tensor.is_floating_point():
+            if dtype.is_floating_point:
+                raise DataError(
+                    f"tensor {name!r} is stored as {tensor.dtype}, where the model has a "
+                    f"floating-point weight. The checkpoint is damaged, or in a format this "
+                    f"version does not read."
+                )
             return tensor.to("cpu")
         if self.encode is None or name not in self.quantizable:
             return tensor.to(dtype).to("cpu")

@@ -83,8 +83,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}.") from error
     try:
-        header = json.loads(raw)
-    except ValueError as error:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file} does not have a JSON header ({error}). It is not a safetensors file, or it is "
             f"damaged: fetch it again."
@@ -92,11 +92,40 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if not isinstance(header, dict):
         raise DataError(f"{file} has a header that is not a JSON object. Fetch it again.")
     data_start, data_bytes = 8 + length, total - 8 - length
-    return {
+    entries = {
         name: _entry(file, name, fields, data_start, data_bytes)
         for name, fields in header.items()
         if name != "__metadata__"
     }
+    _check_coverage(file, entries, data_start, data_bytes)
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _check_coverage(
+    file: Path, entries: dict[str, TensorEntry], data_start: int, data_bytes: int
+) -> None:
+    """The format's rule: tensors lie one after the other and fill the data exactly."""
+    position = data_start
+    for entry in sorted(entries.values(), key=lambda e: (e.offset, e.size_bytes)):
+        if entry.offset != position:
+            raise DataError(
+                f"{file}: tensor {entry.name!r} begins at byte {entry.offset - data_start} of the "
+                f"data, where byte {position - data_start} was expected: its header is damaged, "
+                f"and would give it another tensor's values. Fetch the file again."
+            )
+        position += entry.size_bytes
+    if position != data_start + data_bytes:
+        raise DataError(
+            f"{file} has {data_start + data_bytes - position} bytes of data that belong to no "
+            f"tensor. The file is damaged: fetch it again."
+        )
 
 
 def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int) -> TensorEntry:
@@ -107,7 +136,7 @@ def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int)
         raise DataError(
             f"{file}: the header entry of tensor {name!r} is damaged ({fields!r})."
         ) from error
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise DataError(
             f"{file}: tensor {name!r} has dtype {code!r}, which this version does not read "
             f"(it reads {', '.join(DTYPES)})."
