@@ -41,6 +41,8 @@ def test_unknown_command_lists_the_installed_ones(capsys: pytest.CaptureFixture[
     message = capsys.readouterr().err
     assert "'dance'" in message
     assert "bench, doctor, finetune" in message
+    assert cli.main(["finetun"]) == 2
+    assert "Did you mean 'finetune'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "package"), sorted(cli.USUAL_PACKAGE.items()))

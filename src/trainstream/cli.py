@@ -7,6 +7,7 @@ A command is an entry point of the group `trainstream.commands`: an object with 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,12 @@ def _build_parser(registry: Any, errors: Any, arguments: list[str]) -> argparse.
         raise errors.UnknownPluginError(
             f"the command {asked!r} comes from {package}, which is not installed. "
             f"Add it: pip install '{package}>=0.8,<0.9'"
+        )
+    if not registry.has(asked):
+        near = difflib.get_close_matches(asked, registry.names(), 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise errors.UnknownPluginError(
+            f"there is no command {asked!r} (installed: {', '.join(registry.names())}).{hint}"
         )
     command = registry.get(asked)
     chosen = subparsers.add_parser(asked, help=command.help, description=command.help)

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from ts_core.errors import DataError, OptionError, OutOfBudgetError
+from ts_core.errors import DataError, OptionError, OutOfBudgetError, StateError
 from ts_hf.cli import run as run_module
 from ts_hf.cli.config import FinetuneConfig
 from ts_hf.cli.machine import pick_device, pick_dtype
@@ -339,11 +340,25 @@ def test_no_limit_streams_nothing(settings: Callable[..., FinetuneConfig]) -> No
     assert _results(config)["memory"]["paged_blocks"] == []
 
 
+def test_second_run_in_the_same_folder_is_refused(
+    settings: Callable[..., FinetuneConfig],
+) -> None:
+    config = settings()
+    Path(config.output).mkdir()
+    with (
+        FileLock(Path(config.output) / "run.lock"),
+        pytest.raises(StateError, match="another process"),
+    ):
+        _run(config)
+
+
 def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"lora_targets=.*no_such_module"):
         _run(settings(lora_targets=("no_such_module",)))
     with pytest.raises(DataError, match="no folder"):
         _run(settings(model="/no/such/model"))
+    with pytest.raises(DataError, match="no file or folder '/no/such/data'"):
+        _run(settings(model="/no/such/model", data=("/no/such/data",)))  # before any loading
     with pytest.raises(OptionError, match="more than the model's 2048 positions"):
         _run(settings(seq_length=4096))
     tokenizer = Path(settings().model) / "tokenizer.json"

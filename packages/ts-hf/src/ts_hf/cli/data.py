@@ -121,6 +121,19 @@ def split_documents(documents: list[Document]) -> tuple[list[Document], list[Doc
     return documents[count:], documents[:count]
 
 
+def check_sources(sources: Sequence[str]) -> None:
+    """Refuse a source that is not there; reads nothing.
+
+    Raises:
+        DataError: naming it.
+    """
+    for source in sources:
+        if source != "stdlib" and not Path(source).expanduser().exists():
+            raise DataError(
+                f"data: there is no file or folder {source!r}. Give paths, or 'stdlib'."
+            )
+
+
 def read_documents(sources: Sequence[str]) -> list[Document]:
     """All documents of the sources.
 
@@ -140,12 +153,9 @@ def read_documents(sources: Sequence[str]) -> list[Document]:
                 for file in files:
                     if file.suffix in (*_TEXT_SUFFIXES, ".jsonl"):
                         found += _read_file(file, file.relative_to(path).as_posix())
-            elif path.is_file():
-                found += _read_file(path, path.name)
             else:
-                raise DataError(
-                    f"data: there is no file or folder {source!r}. Give paths, or 'stdlib'."
-                )
+                check_sources([source])
+                found += _read_file(path, path.name)
         if len(found) == before:
             raise DataError(
                 f"data: {source!r} holds no text. Files ending in "

@@ -128,6 +128,7 @@ def plot_run(history: History, held_out: dict[str, float], steps: int, file: Pat
     bottom.set_yscale("log")
     bottom.set_ylabel("memory (MiB, log scale)")
     bottom.set_xlabel("step")
+    bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     bottom.grid(alpha=0.3, which="both")
     temporary = file.with_name(f".{file.name}.partial")

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import DataError, NotAvailableError, OptionError
+from ts_core.errors import DataError, NotAvailableError, OptionError, StateError
 from ts_hf.adapters import save_adapter
 from ts_hf.checkpoints.atomic import atomic_directory, clean_leftovers
 from ts_hf.checkpoints.locate import resolve_folder
 from ts_hf.cli.config import FinetuneConfig, differing_keys
-from ts_hf.cli.data import PadCollator, Rows, prepare_rows
+from ts_hf.cli.data import PadCollator, Rows, check_sources, prepare_rows
 from ts_hf.cli.history import History
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, streaming_options
 from ts_hf.cli.progress import Interruption, ProgressCallback
@@ -35,16 +36,25 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
     """Fine-tune as `config` says; continues a run that was interrupted in the same output folder.
 
     Leaves in the output folder: adapter/ (or model/), loss_and_memory.png, results.json,
-    history.jsonl, run.json and checkpoints/.
+    history.jsonl, run.json, run.lock and checkpoints/.
 
     Returns:
         0 when finished, 130 when interrupted.
 
     Raises:
         OptionError: the folder holds a run with other settings; names the keys.
+        StateError: another process is at work in the folder.
         DataError, OutOfBudgetError, NonFiniteError: as the parts say.
     """
-    return _Run(config, console or Console()).run()
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(output / "run.lock", timeout=0):
+            return _Run(config, console or Console()).run()
+    except Timeout as error:
+        raise StateError(
+            f"another process is fine-tuning into {output} now. Wait for it, or use another output."
+        ) from error
 
 
 def _loss_chunk(vocabulary: int) -> int:
@@ -79,6 +89,8 @@ class _Run:
             return 0
         self.device = pick_device(self.config.device)
         self.notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
+        given = self.config.held_out
+        check_sources([*self.config.data, *([] if given is None else [given])])
         torch.manual_seed(self.config.seed)
         model, tokenizer = self._load()
         train, held_out = self._rows(model, tokenizer)

@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ts_core.errors import DataError
 from ts_hf.adapters import adapter_state_dict, is_peft_model
 from ts_hf.checkpoints.atomic import atomic_directory, clean_leftovers
+
+_RNG_NAME = "rng_state.pth"
 
 
 class CheckpointMixin:
@@ -98,7 +100,7 @@ class CheckpointMixin:
                 self.say(line)
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = str(resume_from_checkpoint)
-            _check_complete(Path(resume_from_checkpoint))
+            _check_complete(Path(resume_from_checkpoint), model_only=self.args.save_only_model)
         self.forget_unfinished_step()
         result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self.before_save()  # the last micro-batch has not been looked at yet
@@ -113,13 +115,23 @@ def last_checkpoint(output_dir: Path) -> Path | None:
         for path in (output_dir.iterdir() if output_dir.is_dir() else ())
         if path.is_dir() and path.name.startswith(prefix) and path.name[len(prefix) :].isdigit()
     ]
-    complete = [item for item in found if (item[1] / TRAINER_STATE_NAME).is_file()]
+    complete = [item for item in found if not _missing(item[1])]
     return max(complete)[1] if complete else None
 
 
-def _check_complete(folder: Path) -> None:
-    if not (folder / TRAINER_STATE_NAME).is_file():
+def _missing(folder: Path, *, model_only: bool = False) -> list[str]:
+    """Files that resuming exactly needs and that are not there."""
+    wanted = [TRAINER_STATE_NAME]
+    if not model_only:
+        wanted += [OPTIMIZER_NAME, SCHEDULER_NAME, _RNG_NAME]
+    return [name for name in wanted if not (folder / name).is_file()]
+
+
+def _check_complete(folder: Path, *, model_only: bool) -> None:
+    missing = _missing(folder, model_only=model_only)
+    if missing:
         raise DataError(
-            f"{folder} is not a complete checkpoint: it has no {TRAINER_STATE_NAME}. Give a "
-            f"checkpoint-N folder, or True for the last one in the output folder."
+            f"{folder} is not a complete checkpoint: it has no {', '.join(missing)}. Give a "
+            f"checkpoint-N folder that was saved whole, or True for the last one in the output "
+            f"folder."
         )
