@@ -55,7 +55,6 @@ class PagerStats:
     loads: int = 0
     load_bytes: int = 0
     demand_loads: int = 0
-    reused: int = 0
 
 
 class ParamPager:
@@ -220,7 +219,6 @@ class ParamPager:
     def _load(self, image: BlockImage, keep: set[int]) -> Slot | None:
         present = self._slot_of.get(image.index)
         if present is not None:
-            self.stats.reused += 1
             return present
         slot = self._free_slot(keep)
         if slot is None:
