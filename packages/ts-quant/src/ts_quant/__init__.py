@@ -9,8 +9,10 @@ Importing this package imports torch and nothing else: no Triton, no CUDA contex
 
 from ts_quant import aten as _aten  # noqa: F401  (registers the operations of QuantTensor)
 from ts_quant.api import quantize
+from ts_quant.choose import Choice, choose
 from ts_quant.codecs import int8 as _int8  # noqa: F401  (registers the codec)
 from ts_quant.codecs import nf4 as _nf4  # noqa: F401  (registers the codec)
+from ts_quant.error_stats import error_stats
 from ts_quant.errors import (
     FrozenWeightError,
     KernelError,
@@ -19,20 +21,35 @@ from ts_quant.errors import (
     OptionError,
     QuantError,
 )
+from ts_quant.loftq import LoftQResult, loftq
+from ts_quant.lora_start import ErrorStart, init_lora_from_error
 from ts_quant.measure import ErrorStats, error
+from ts_quant.storage_report import MatrixReport, StorageReport
+from ts_quant.storing import Stored, Storer
 from ts_quant.tensor import QuantTensor
 
 __version__ = "0.8.0"
 
 __all__ = [
+    "Choice",
+    "ErrorStart",
     "ErrorStats",
     "FrozenWeightError",
     "KernelError",
+    "LoftQResult",
+    "MatrixReport",
     "NonFiniteWeightError",
     "NotAvailableError",
     "OptionError",
     "QuantError",
     "QuantTensor",
+    "StorageReport",
+    "Stored",
+    "Storer",
+    "choose",
     "error",
+    "error_stats",
+    "init_lora_from_error",
+    "loftq",
     "quantize",
 ]

@@ -1,0 +1,297 @@
+"""Store a model's matrices one at a time, better where it pays.
+
+    storer = Storer("nf4", keep_precise=0.05, error_rank=16)
+    for name, weight in weights: storer.measure(weight, name)
+    better = storer.improved()
+    for name, weight in weights: stored = storer.store(weight, name)
+
+The first two lines are needed only if `storer.needs_measuring`. Where weights can be read again
+but not kept (a checkpoint), call `store` for all, then again for those that `improved()` names:
+`store` measures as it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ts_quant.choose import Choice, choose
+from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, codec_named
+from ts_quant.errors import OptionError
+from ts_quant.loftq import fit_error, loftq
+from ts_quant.lora_start import ErrorStart
+from ts_quant.lowrank import column_scales
+from ts_quant.storage_report import MatrixReport, StorageReport
+from ts_quant.tensor import QuantTensor
+
+MORE_PRECISE = {"nf4": "int8", "nvfp4": "fp8"}
+"""The format one step more precise, for `keep_precise`."""
+
+AUTO_SHARE = 0.05
+JOINT_RANKS = (4, 8, 16, 32, 64)
+_FACTOR_BYTES = 2
+_ROWS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One stored matrix.
+
+    Attributes:
+        weight: the QuantTensor.
+        start: factors of what it lost, or None.
+    """
+
+    weight: QuantTensor
+    start: ErrorStart | None
+
+
+class Storer:
+    """Encodes matrices and decides which deserve more bytes.
+
+    Args:
+        codec: the format.
+        block_size: values per scale.
+        double_quant: one-byte scales.
+        keep_precise: share of extra bytes (0 to 0.5; "auto" and True mean 0.05) that may go to
+            storing the matrices that lose most one step more precise.
+        error_rank: rank of the fit of what was lost, for adapters to start at; 0 for none.
+        error_iters: LoftQ alternations.
+        joint_budget: share of extra bytes that keep-precise and the rank of the start of every
+            matrix compete for; replaces keep_precise, and error_rank becomes the largest rank
+            (0: 64). Use `report.rank_pattern()` for the adapters.
+        second_moments: E[x^2] per input channel by layer name (`error_stats`); weighs errors.
+
+    Raises:
+        OptionError: a value that is not accepted, or keep_precise for a format that has no more
+            precise one.
+    """
+
+    def __init__(
+        self,
+        codec: str,
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        double_quant: bool = False,
+        keep_precise: float | str | bool | None = 0,
+        error_rank: int = 0,
+        error_iters: int = 1,
+        joint_budget: float | None = None,
+        second_moments: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        codec_named(codec).bytes_per_weight(
+            block_size, double_quant
+        )  # refuses what it does not take
+        self.codec = codec
+        self.block_size = block_size
+        self.double_quant = double_quant
+        self.share = _share(keep_precise)
+        self.joint = None if joint_budget is None else _share(joint_budget)
+        _check_int("error_rank", error_rank, 0)
+        _check_int("error_iters", error_iters, 1)
+        self.rank = error_rank
+        self.iters = error_iters
+        self.moments = dict(second_moments or {})
+        self.report = StorageReport(codec)
+        self._options: dict[str, list[Choice]] = {}
+        self._bytes: dict[str, int] = {}
+        self._chosen: dict[str, Choice] | None = None
+        self._precise = MORE_PRECISE.get(codec)
+        if self.needs_measuring and self._precise is None and self.joint is None:
+            raise OptionError(
+                f"keep_precise={keep_precise!r} is not accepted with {codec!r}, which has no "
+                f"format one step more precise (it is for {' and '.join(MORE_PRECISE)}). Use 0."
+            )
+
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether every matrix must be measured before the final form of any is known."""
+        return self.share > 0 or bool(self.joint)
+
+    def measure(self, weight: Tensor, name: str) -> None:
+        """Note what `weight` would lose in each form it may be stored in; keeps nothing of it."""
+        self._measure(weight, self._encode(self.codec, weight, name), name)
+
+    def improved(self) -> list[str]:
+        """Names of measured matrices that are to be stored in another than the first form."""
+        if not self.needs_measuring:
+            return []
+        chosen = self._decide()
+        for name, row in self.report.rows.items():
+            self.report.rows[name] = replace(row, reason=self._reason(name, chosen[name]))
+        return [name for name, choice in chosen.items() if choice is not self._options[name][0]]
+
+    def store(self, weight: Tensor, name: str) -> Stored:
+        """Encode a matrix in the form chosen for it.
+
+        Args:
+            weight: floating tensor, on any device; factors are fitted to matrices only.
+            name: its name ("model.layers.0.mlp.up_proj.weight").
+
+        Raises:
+            NonFiniteWeightError: it holds NaN or infinity.
+        """
+        choice = self._chosen.get(name) if self._chosen is not None else None
+        if choice is None and self.needs_measuring:
+            encoded = self._encode(self.codec, weight, name)
+            if name not in self._options:
+                self._measure(weight, encoded, name)
+            self._add_row(weight, name, encoded, None, "stored first, then compared")
+            return Stored(encoded, None)
+        codec, rank = self.codec, self.rank if self.joint is None else 0
+        if choice is not None and choice.label == "precise":
+            assert self._precise is not None
+            codec, rank = self._precise, 0
+        elif choice is not None and choice.label.startswith("rank "):
+            rank = int(choice.label.removeprefix("rank "))
+        start = with_start = None
+        if rank and weight.dim() == 2 and codec == self.codec:
+            result = loftq(
+                weight,
+                codec,
+                rank,
+                self.iters,
+                block_size=self.block_size,
+                double_quant=self.double_quant,
+                second_moments=self._moments(name),
+                name=name,
+            )
+            encoded, with_start = result.weight, result.error_with_factors
+            kept = weight.dtype
+            start = ErrorStart(
+                result.b.to(kept).cpu().contiguous(), result.a.to(kept).cpu().contiguous()
+            )
+        else:
+            encoded = self._encode(codec, weight, name)
+        self._add_row(weight, name, encoded, start, self._reason(name, choice), with_start)
+        return Stored(encoded, start)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _encode(self, codec: str, weight: Tensor, name: str) -> QuantTensor:
+        return codec_named(codec).encode(
+            weight, block_size=self.block_size, double_quant=self.double_quant, name=name
+        )
+
+    def _moments(self, name: str) -> Tensor | None:
+        return self.moments.get(name.removesuffix(".weight"))
+
+    def _measure(self, weight: Tensor, encoded: QuantTensor, name: str) -> None:
+        base = squared_error(weight, encoded, self._moments(name))
+        choices = [Choice("plain", 0, base)]
+        if self._precise is not None:
+            precise = self._encode(self._precise, weight, name)
+            choices.append(
+                Choice(
+                    "precise",
+                    max(precise.nbytes - encoded.nbytes, 0),
+                    squared_error(weight, precise, self._moments(name)),
+                )
+            )
+            del precise
+        if self.joint and weight.dim() == 2:
+            choices += self._rank_choices(weight, encoded, name, base)
+        self._options[name] = choices
+        self._bytes[name] = encoded.nbytes
+        self._chosen = None
+
+    def _rank_choices(
+        self, weight: Tensor, encoded: QuantTensor, name: str, base: float
+    ) -> list[Choice]:
+        largest = min(self.rank or JOINT_RANKS[-1], *weight.shape)
+        ranks = [rank for rank in JOINT_RANKS if rank <= largest]
+        if not ranks:
+            return []
+        fit = fit_error(weight, encoded, ranks[-1], self._moments(name))
+        per_rank = _FACTOR_BYTES * sum(weight.shape)
+        return [
+            Choice(f"rank {rank}", rank * per_rank, base * fit.left_over(rank) / fit.total)
+            for rank in ranks
+            if fit.total
+        ]
+
+    def _decide(self) -> dict[str, Choice]:
+        if self._chosen is None:
+            share = self.share if self.joint is None else self.joint
+            budget = int(share * sum(self._bytes.values()))
+            self._chosen = choose(self._options, budget)
+        return self._chosen
+
+    def _reason(self, name: str, choice: Choice | None) -> str:
+        if choice is None:
+            return f"rank-{self.rank} start for adapters" if self.rank else "as asked"
+        base = self._options[name][0].error
+        lost = f"{self.codec} alone loses {math.sqrt(base):.2%}"
+        if choice.label == "plain":
+            return f"{lost}: others gain more per byte"
+        what = f"{self._precise}" if choice.label == "precise" else f"a {choice.label} start"
+        return f"{lost}, {what} leaves {math.sqrt(choice.error):.2%}"
+
+    def _add_row(
+        self,
+        weight: Tensor,
+        name: str,
+        encoded: QuantTensor,
+        start: ErrorStart | None,
+        reason: str,
+        with_start: float | None = None,
+    ) -> None:
+        self.report.rows[name] = MatrixReport(
+            name=name,
+            shape=tuple(weight.shape),
+            codec=encoded.codec,
+            stored_bytes=encoded.nbytes,
+            plain_bytes=weight.numel() * weight.element_size(),
+            error=math.sqrt(squared_error(weight, encoded, self._moments(name))),
+            rank=0 if start is None else start.a.shape[0],
+            error_with_start=with_start,
+            reason=reason,
+        )
+
+
+def squared_error(
+    weight: Tensor, encoded: QuantTensor, second_moments: Tensor | None = None
+) -> float:
+    """|| (W - Q) diag(s) ||^2 / || W diag(s) ||^2, with s^2 = E[x^2] or 1; 0 for a W of zeros.
+
+    Computed in fp32 products and fp64 sums, in slices of rows beside one decoded copy.
+    """
+    scale = None
+    if second_moments is not None and weight.dim() == 2:
+        scale = column_scales(second_moments, weight.shape[1], weight.device)
+    flat = weight.detach().reshape(-1, weight.shape[-1] if weight.dim() else 1)
+    decoded = encoded.dequantize().reshape(flat.shape)
+    step = max(_ROWS_AT_ONCE // max(flat.shape[1], 1), 1)
+    lost = torch.zeros((), dtype=torch.float64, device=weight.device)
+    total = torch.zeros_like(lost)
+    for row in range(0, flat.shape[0], step):
+        exact = flat[row : row + step].float()
+        difference = decoded[row : row + step].float() - exact
+        if scale is not None:
+            difference, exact = difference * scale, exact * scale
+        lost += difference.double().square().sum()
+        total += exact.double().square().sum()
+    whole = float(total)
+    return float(lost) / whole if whole else 0.0
+
+
+def _share(value: float | str | bool | None) -> float:
+    if value is None or value is False:
+        return 0.0
+    if value is True or value == "auto":
+        return AUTO_SHARE
+    if isinstance(value, int | float) and 0 <= value <= 0.5:
+        return float(value)
+    raise OptionError(
+        f"keep_precise={value!r} is not accepted: use 0, False, None, 'auto', True or a fraction "
+        f"up to 0.5"
+    )
+
+
+def _check_int(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name}={value!r} is not accepted: use an int of at least {least}")
