@@ -35,7 +35,7 @@ def assert_decodes(module: Any, codec: str, w: Tensor, block_size: int, config: 
         # Room behind the output must stay as it was: masks hold.
         room = torch.full((w.numel() + 64,), float("nan"), dtype=dtype)
         out = room[: w.numel()]
-        module.decode_out(*q.buffers(), block_size, out, config)
+        module.decode_out(q.buffers(), q.spec, out, config)
         assert bool(room[w.numel() :].isnan().all())
         if dtype is torch.bfloat16:
             ulps = out.view(torch.int16).int() - expected.view(torch.int16).int()
@@ -64,7 +64,7 @@ def test_many_programs_and_fp16(codec: str) -> None:
     q = ts_quant.quantize(torch.randn(3, 3011, 4), codec)
     for dtype in (torch.float16, torch.float32):
         out = torch.empty(3, 3011, 4, dtype=dtype)
-        module.decode_out(*q.buffers(), 64, out)
+        module.decode_out(q.buffers(), q.spec, out)
         assert torch.equal(out, q.dequantize(dtype))
 
 
@@ -73,12 +73,12 @@ def test_every_nf4_code_and_every_int8_code() -> None:
     q = ts_quant.quantize(torch.ones(512), "nf4").with_buffers((codes, torch.full((8,), 3.7)))
     for config in NF4_CONFIGS:
         out = torch.empty(512)
-        nf4_triton.decode_out(*q.buffers(), 64, out, config)
+        nf4_triton.decode_out(q.buffers(), q.spec, out, config)
         assert torch.equal(out, q.dequantize())
     signed = torch.arange(-127, 129).clamp_(max=127).to(torch.int8)
     q = ts_quant.quantize(torch.ones(256), "int8").with_buffers((signed, torch.full((4,), 3.7)))
     out = torch.empty(256)
-    int8_triton.decode_out(*q.buffers(), 64, out)
+    int8_triton.decode_out(q.buffers(), q.spec, out)
     assert torch.equal(out, q.dequantize())
 
 
@@ -89,14 +89,15 @@ def test_extreme_scales(codec: str) -> None:
         w = torch.linspace(-1, 1, 128) * scale
         q = ts_quant.quantize(w, codec)
         out = torch.empty(128)
-        module.decode_out(*q.buffers(), 64, out)
+        module.decode_out(q.buffers(), q.spec, out)
         assert torch.equal(out, q.dequantize()) and bool(out.isfinite().all())
 
 
 @pytest.mark.parametrize("codec", ["nf4", "int8"])
 def test_empty_and_misaligned(codec: str) -> None:
     module = {"nf4": nf4_triton, "int8": int8_triton}[codec]
-    module.decode_out(*ts_quant.quantize(torch.empty(0), codec).buffers(), 64, torch.empty(0))
+    none = ts_quant.quantize(torch.empty(0), codec)
+    module.decode_out(none.buffers(), none.spec, torch.empty(0))
     q = ts_quant.quantize(torch.randn(256), codec)
     codes, absmax = q.buffers()
     for offset in (1, 2, 3, 4):  # a slot may put codes at any byte
@@ -104,5 +105,5 @@ def test_empty_and_misaligned(codec: str) -> None:
         moved = room[offset : offset + codes.numel()].view(codes.shape)
         moved.copy_(codes)
         out = torch.empty(256)
-        module.decode_out(moved, absmax, 64, out)
+        module.decode_out((moved, absmax), q.spec, out)
         assert torch.equal(out, q.dequantize())

@@ -10,6 +10,8 @@ Importing this package imports torch and nothing else: no Triton, no CUDA contex
 from ts_quant import aten as _aten  # noqa: F401  (registers the operations of QuantTensor)
 from ts_quant.api import quantize
 from ts_quant.choose import Choice, choose
+from ts_quant.codecs import fp4 as _fp4  # noqa: F401  (registers the codecs)
+from ts_quant.codecs import fp8 as _fp8  # noqa: F401  (registers the codec)
 from ts_quant.codecs import int8 as _int8  # noqa: F401  (registers the codec)
 from ts_quant.codecs import nf4 as _nf4  # noqa: F401  (registers the codec)
 from ts_quant.error_stats import error_stats

@@ -14,28 +14,36 @@ def quantize(
     block_size: int = DEFAULT_BLOCK_SIZE,
     double_quant: bool = False,
     *,
+    layout: str | None = None,
     name: str | None = None,
 ) -> QuantTensor:
     """Encode a weight.
 
-    Works in chunks, so that beside the weight and its codes only about 10 MiB (150 MiB on a GPU)
-    are in use; a weight that is not contiguous is copied once. The bytes do not depend on
-    the device. Waits for the device once, to check that every value is finite.
+    Works in chunks, so that beside the weight, its codes and one fp32 number per block only about
+    10 MiB (150 MiB on a GPU) are in use; a weight that is not contiguous is copied once. The bytes
+    do not depend on the device. Waits for the device once, to check that every value is finite.
 
     Args:
-        w: floating tensor of any shape and device. It is read, not kept.
-        codec: "nf4" (4.5 bits per weight at the default block size) or "int8" (8.5 bits).
-        block_size: values per fp32 scale, an even int of at least 2. Blocks run over the
-            flattened tensor.
-        double_quant: one-byte scales; not available in this version.
+        w: floating tensor (bf16, fp16, fp32 or fp64) of any shape and device. It is read, not
+            kept.
+        codec: "int8" (8.5 bits per weight at the default block size), "fp8" (8.25), "nf4" (4.5),
+            "nvfp4" (4.5) or "mxfp4" (4.25).
+        block_size: values per scale of int8 and nf4, an even int of at least 2. Blocks run over
+            the flattened tensor. The other formats fix their own (fp8 and mxfp4 32, nvfp4 16).
+        double_quant: int8 and nf4: scales in one byte, with a fp32 number per 256 blocks.
+        layout: fp8: "row" (a fp32 scale per row, which FP8 tensor cores of sm_89 and sm_90 take as
+            they are), "tile" (per 128 x 128) or "tensor" instead of blocks of 32. nvfp4:
+            "e4m3_div" (the global scale divides, as compressed-tensors stores it). None: the
+            codec's own.
         name: the weight's name, for error messages.
 
     Returns:
         A QuantTensor of w's shape and dtype on w's device.
 
     Raises:
-        NotAvailableError: a codec or option that this version does not build.
         OptionError: an argument that is not accepted.
         NonFiniteWeightError: w holds NaN or infinity.
     """
-    return codec_named(codec).encode(w, block_size=block_size, double_quant=double_quant, name=name)
+    return codec_named(codec).encode(
+        w, block_size=block_size, double_quant=double_quant, layout=layout, name=name
+    )

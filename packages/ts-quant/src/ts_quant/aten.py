@@ -87,7 +87,7 @@ def _encoded_like(target: QuantTensor, source: Tensor) -> tuple[Tensor, ...]:
         source = source.dequantize()
     device = target.buffers()[0].device
     dense = source.detach().to(device, target.dtype).expand(target.shape)
-    return codec_named(target.codec).encode_checked(dense, target.block_size, None)
+    return codec_named(target.codec).encode_checked(dense, target._spec, None)
 
 
 _VALUE_FREE = (

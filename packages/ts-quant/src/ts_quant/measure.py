@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, Codec, _plain, codec_named
+from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, Codec, QuantSpec, _plain, codec_named
 
 _CHUNK_VALUES = 1 << 22
 
@@ -37,13 +37,14 @@ def error(
 ) -> ErrorStats:
     """Encode and decode a weight, and say what was lost, in the weight's own dtype.
 
-    Works in chunks of a few million values, on the weight's device, and waits for it.
+    Works in chunks of a few million values where the format allows it (nvfp4 and double_quant
+    decode the whole weight), on the weight's device, and waits for it.
 
     Args:
         w: floating tensor of any shape.
-        codec: "nf4" or "int8".
+        codec: a codec's name, as in `quantize`.
         block_size: values per scale.
-        double_quant: not available in this version.
+        double_quant: as in `quantize`.
         name: the weight's name, for error messages.
 
     Raises:
@@ -51,24 +52,32 @@ def error(
         NonFiniteWeightError: the weight holds NaN or infinity.
     """
     chosen = codec_named(codec)
-    chosen.check_options(block_size, double_quant)
-    flat = _plain(w, name).reshape(-1)
-    step = max(_CHUNK_VALUES // block_size, 1) * block_size
+    weight = _plain(w, name)
+    spec = chosen.spec_for(weight.shape, block_size, double_quant)
+    flat = weight.reshape(-1)
+    # Layouts in which blocks share a number need the whole weight; the others go in chunks.
+    whole = spec.scales in ("e4m3", "log8")
+    step = max(_CHUNK_VALUES // spec.block_size, 1) * spec.block_size
+    step = max(flat.numel(), 1) if whole else step
     lost = total = largest = 0.0
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step]
-        a, b, c = _chunk_error(chosen, part, block_size, name)
+        a, b, c = _chunk_error(chosen, part, spec, name)
         lost, total, largest = lost + a, total + b, max(largest, c)
     return ErrorStats(math.sqrt(lost / total) if total else 0.0, largest)
 
 
 def _chunk_error(
-    codec: Codec, part: Tensor, block_size: int, name: str | None
+    codec: Codec, part: Tensor, spec: QuantSpec, name: str | None
 ) -> tuple[float, float, float]:
-    buffers = codec.encode_checked(part, block_size, name)
-    exact = part.double()
-    difference = codec.decode(buffers, block_size, part.shape, part.dtype).double() - exact
-    sums = torch.stack(
-        [difference.square().sum(), exact.square().sum(), difference.abs().max()]
-    ).tolist()
-    return sums[0], sums[1], sums[2]
+    buffers = codec.encode_checked(part, spec, name)
+    decoded = codec.decode(buffers, spec, part.shape, part.dtype)
+    lost = total = largest = 0.0
+    pairs = zip(decoded.split(_CHUNK_VALUES), part.split(_CHUNK_VALUES), strict=True)
+    for got, exact in pairs:
+        difference = got.double() - exact.double()
+        sums = torch.stack(
+            [difference.square().sum(), exact.double().square().sum(), difference.abs().max()]
+        ).tolist()
+        lost, total, largest = lost + sums[0], total + sums[1], max(largest, sums[2])
+    return lost, total, largest

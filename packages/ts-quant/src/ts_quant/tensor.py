@@ -1,8 +1,8 @@
 """QuantTensor: a frozen weight that looks like its full-precision self and stores codes.
 
 It is a wrapper subclass: shape and dtype are those of the weight it stands for, the bytes are in
-inner tensors (`codes` and `absmax` for int8 and NF4). `F.linear` goes to `ts_quant.linear`; every
-other operation sees the decoded weight (`ts_quant.aten`).
+inner tensors (for plain NF4 and int8 `codes` and `absmax`). `F.linear` goes to `ts_quant.linear`;
+every other operation sees the decoded weight (`ts_quant.aten`).
 
 A pager may replace the inner tensors (`setattr(q, name, tensor)`) between any two operations, by
 tensors of the same shape and dtype at another address or on another device. Everything here reads
@@ -13,14 +13,14 @@ results are on the inner tensors' device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ts_quant.codecs.base import QuantSpec, codec_named
+from ts_quant.codecs.base import Codec, QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.linear import frozen_linear
 
@@ -41,7 +41,7 @@ class QuantTensor(torch.Tensor):
     Args:
         buffers: the codec's inner tensors, in the order of its `buffer_names`, all on one device.
             They are kept, not copied.
-        spec: codec and block size.
+        spec: codec, block size and layout of the scales.
         shape: shape of the weight.
         dtype: floating dtype that the weight is decoded to by default.
     """
@@ -51,6 +51,7 @@ class QuantTensor(torch.Tensor):
     _spec: QuantSpec
     _decoded_dtype: torch.dtype
     _decoded_shape: torch.Size
+    _names: tuple[str, ...]
     _edits: int
     """How often the values were changed in place; see `ts_quant.linear`."""
 
@@ -71,8 +72,43 @@ class QuantTensor(torch.Tensor):
         self._decoded_dtype = dtype
         self._decoded_shape = shape
         self._edits = 0
-        for name, buffer in zip(codec_named(spec.codec).buffer_names, buffers, strict=True):
+        self._names = codec_named(spec.codec).buffer_names(spec)
+        for name, buffer in zip(self._names, buffers, strict=True):
             setattr(self, name, buffer)
+
+    @classmethod
+    def from_buffers(
+        cls,
+        codec: str,
+        buffers: Mapping[str, Tensor],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: Mapping[str, Any] | None = None,
+    ) -> QuantTensor:
+        """A QuantTensor over buffers that are stored already, such as a checkpoint's.
+
+        Nothing is decoded, encoded or copied; sizes and dtypes are checked, values are not.
+
+        Args:
+            codec: "nf4", "int8", "fp8", "nvfp4" or "mxfp4".
+            buffers: the tensors by name, contiguous, on one device. `codes` in any shape: uint8
+                (int8 for int8), or a float8 dtype, which is taken as its bytes. The others as in
+                the table of `ts_quant.codecs.scales`; for fp8's "tile", `scale` fp32
+                [..., ceil(N / rows), ceil(K / block_size)].
+            shape: shape of the decoded weight.
+            dtype: floating dtype that the weight is decoded to by default.
+            layout: what is not the codec's default: "scales" (a scale layout), "block_size", and
+                "rows" for "tile".
+
+        Raises:
+            OptionError: an unknown codec, layout or buffer, or a buffer of another size or dtype.
+        """
+        chosen = codec_named(codec)
+        spec = _stored_spec(chosen, tuple(shape), dict(layout or {}))
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise OptionError(f"dtype={dtype} is not accepted: expected bf16, fp16, fp32 or fp64")
+        return cls(chosen.check_buffers(buffers, spec, shape), spec, torch.Size(shape), dtype)
 
     # -- what is stored ------------------------------------------------------------------------
 
@@ -83,8 +119,13 @@ class QuantTensor(torch.Tensor):
 
     @property
     def block_size(self) -> int:
-        """Values per scale."""
+        """Values per scale (of layout "tile": columns per scale)."""
         return self._spec.block_size
+
+    @property
+    def spec(self) -> QuantSpec:
+        """Codec, block size and layout of the scales."""
+        return self._spec
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -93,7 +134,7 @@ class QuantTensor(torch.Tensor):
 
     def buffers(self) -> tuple[Tensor, ...]:
         """The inner tensors, as they are now."""
-        return tuple(getattr(self, name) for name in codec_named(self._spec.codec).buffer_names)
+        return tuple([getattr(self, name) for name in self._names])
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The weight as an ordinary tensor.
@@ -121,10 +162,10 @@ class QuantTensor(torch.Tensor):
         elif not dtype.is_floating_point:
             raise OptionError(f"dequantize() gives floating dtypes, not {dtype}")
         codec = codec_named(self._spec.codec)
-        return codec.decode(self.buffers(), self._spec.block_size, self._decoded_shape, dtype)
+        return codec.decode(self.buffers(), self._spec, self._decoded_shape, dtype)
 
     def _decode_out(self, out: Tensor) -> None:
-        codec_named(self._spec.codec).decode_out(self.buffers(), self._spec.block_size, out)
+        codec_named(self._spec.codec).decode_out(self.buffers(), self._spec, out)
 
     def _check_out(self, out: Tensor, dtype: torch.dtype | None) -> None:
         device = self.buffers()[0].device
@@ -151,7 +192,7 @@ class QuantTensor(torch.Tensor):
     # -- PyTorch's protocols -------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        return list(codec_named(self._spec.codec).buffer_names), (self._spec, self._decoded_dtype)
+        return list(self._names), (self._spec, self._decoded_dtype)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -161,7 +202,7 @@ class QuantTensor(torch.Tensor):
         outer_stride: tuple[int, ...],
     ) -> QuantTensor:
         spec, dtype = meta
-        names = codec_named(spec.codec).buffer_names
+        names = codec_named(spec.codec).buffer_names(spec)
         return QuantTensor([inner[name] for name in names], spec, outer_size, dtype)
 
     def _stable_hash_for_caching(self) -> str:
@@ -227,6 +268,28 @@ class QuantTensor(torch.Tensor):
             f"no file of weights needs unpickling. Save q.dequantize(), or the tensors of "
             f"q.buffers(), with safetensors"
         )
+
+
+def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -> QuantSpec:
+    """The spec that `from_buffers` was asked for."""
+    default = codec.spec_for(shape)
+    scales = layout.pop("scales", default.scales)
+    block_size = layout.pop("block_size", default.block_size)
+    rows = layout.pop("rows", 1)
+    if layout or scales not in codec.scale_layouts:
+        raise OptionError(
+            f"layout { ({'scales': scales, **layout}) } is not one of codec {codec.name!r}; expected "
+            f"the keys 'scales' (one of {list(codec.scale_layouts)}), 'block_size' and 'rows'"
+        )
+    for name, value in (("block_size", block_size), ("rows", rows)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"layout's {name}={value!r} is not accepted: expected a positive int")
+    if scales != "tile" and (rows != 1 or block_size % 2):
+        raise OptionError(
+            f"rows={rows} and block_size={block_size} are not accepted with {scales!r} scales: "
+            f"expected no 'rows' and an even block_size"
+        )
+    return QuantSpec(codec.name, block_size, scales, rows)
 
 
 AtenHandler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -301,5 +364,6 @@ def _set_data(target: QuantTensor, value: Tensor) -> None:
     target._decoded_dtype = value._decoded_dtype
     target._decoded_shape = value._decoded_shape
     target._edits += 1
-    for name in codec_named(value.codec).buffer_names:
+    target._names = value._names
+    for name in value._names:
         setattr(target, name, getattr(value, name))

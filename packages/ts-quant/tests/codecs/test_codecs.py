@@ -100,13 +100,15 @@ def test_temporary_memory_is_bounded(codec: str) -> None:
     w = torch.randn(1 << 22).bfloat16()
     out = torch.empty_like(w)
     chosen = codec_named(codec)
+    spec = chosen.spec_for(w.shape)
     with Watch():
-        codes, absmax = chosen.encode_reference(w, 64)  # type: ignore[attr-defined]
-    assert largest_besides(w, codes, absmax) <= 4 * blockwise._ENCODE_VALUES_CPU
+        *buffers, absmax = chosen.encode_reference(w, spec)  # type: ignore[attr-defined]
+    per_block = absmax.numel() * 4
+    assert largest_besides(w, *buffers) <= max(4 * blockwise._ENCODE_VALUES_CPU, per_block)
     made.clear()
     with Watch():
-        chosen.decode_reference(codes, absmax, 64, out)  # type: ignore[attr-defined]
-    assert largest_besides(codes, absmax, out) <= 4 * blockwise._DECODE_VALUES_CPU
+        chosen.decode_reference(buffers, spec, out)  # type: ignore[attr-defined]
+    assert largest_besides(*buffers, out) <= 4 * blockwise._DECODE_VALUES_CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -182,20 +184,30 @@ def test_float64_beyond_float32_is_refused(codec: str) -> None:
         ts_quant.quantize(w, codec)
 
 
-def test_options_that_this_version_lacks(codec: str) -> None:
+@pytest.mark.parametrize("name", ["fp8", "nvfp4", "mxfp4"])
+def test_double_quant_is_refused_where_scales_are_one_byte(name: str) -> None:
     w = torch.randn(64)
     for call in (
-        lambda: ts_quant.quantize(w, codec, double_quant=True),
-        lambda: codec_named(codec).encode(w, double_quant=True),
-        lambda: codec_named(codec).bytes_per_weight(64, True),
-        lambda: ts_quant.error(w, codec, double_quant=True),
-        lambda: ts_quant.quantize(w, "fp8"),
-        lambda: ts_quant.quantize(w, "nvfp4"),
+        lambda: ts_quant.quantize(w, name, double_quant=True),
+        lambda: codec_named(name).encode(w, double_quant=True),
+        lambda: codec_named(name).bytes_per_weight(64, True),
+        lambda: ts_quant.error(w, name, double_quant=True),
     ):
-        with pytest.raises(ts_quant.NotAvailableError, match="not available in this version"):
+        with pytest.raises(ts_quant.OptionError, match="one byte each already"):
             call()
-        with pytest.raises(ValueError):
-            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("nf4", "row"), ("int8", "nested"), ("fp8", "e4m3"), ("nvfp4", "e8m0")]
+)
+def test_layouts_of_other_formats_are_refused(name: str, layout: str) -> None:
+    with pytest.raises(ts_quant.OptionError, match=f"layout='{layout}'.*{name}.*expected"):
+        ts_quant.quantize(torch.randn(8, 8), name, layout=layout)
+
+
+def test_nested_scales_are_only_read() -> None:
+    with pytest.raises(ts_quant.OptionError, match=r"read from checkpoints.*double_quant=True"):
+        ts_quant.quantize(torch.randn(8, 8), "nf4", layout="nested")
 
 
 @pytest.mark.parametrize("block_size", [0, 1, -2, 63, 64.0, True, "64", None])
@@ -205,7 +217,7 @@ def test_block_sizes_that_are_refused(codec: str, block_size: object) -> None:
 
 
 def test_other_bad_arguments(codec: str) -> None:
-    with pytest.raises(ts_quant.OptionError, match=r"unknown codec 'nf5'.*'int8', 'nf4'"):
+    with pytest.raises(ts_quant.OptionError, match=r"unknown codec 'nf5'.*'int8', 'mxfp4', 'nf4'"):
         ts_quant.quantize(torch.randn(4), "nf5")
     with pytest.raises(ts_quant.OptionError, match=r"'w'.*torch\.int32"):
         ts_quant.quantize(torch.ones(4, dtype=torch.int32), codec, name="w")

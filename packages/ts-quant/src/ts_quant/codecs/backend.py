@@ -7,7 +7,7 @@ TS_QUANT_TRITON=0 in the environment when ts_quant is imported, the reference ru
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,9 +15,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.base import QuantSpec
 from ts_quant.errors import KernelError
 
-DecodeOut = Callable[[Tensor, Tensor, int, Tensor], None]
+DecodeOut = Callable[[Sequence[Tensor], QuantSpec, Tensor], None]
 
 _USE_TRITON = os.environ.get("TS_QUANT_TRITON", "1") != "0"
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +29,7 @@ def cuda_decoder(module: str, dtype: torch.dtype) -> DecodeOut | None:
     """The Triton decoder to outputs of `dtype`, or None where there is none.
 
     Args:
-        module: a module that imports triton and has `decode_out(codes, absmax, block_size, out)`.
+        module: a module that imports triton and has `decode_out(buffers, spec, out)`.
         dtype: of the output.
     """
     if not _USE_TRITON or dtype not in _TRITON_DTYPES or find_spec("triton") is None:
@@ -41,10 +42,10 @@ def _explain_first_failure(kernel: DecodeOut, module: str) -> DecodeOut:
     """`kernel`, with an error of its first call explained: that is when Triton compiles it."""
     worked = False
 
-    def decode_out(codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
+    def decode_out(buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
         nonlocal worked
         try:
-            kernel(codes, absmax, block_size, out)
+            kernel(buffers, spec, out)
         except Exception as error:
             if worked:
                 raise

@@ -1,21 +1,22 @@
 """What a codec is: named buffers for a tensor, and the way back.
 
-A `Codec` knows one format. It turns a weight into a few named buffers and decodes them into an
-output tensor. `QuantTensor` holds the buffers and asks the codec of its `QuantSpec` by name, so
-nothing outside this folder depends on a format.
+A `Codec` knows one code format. It turns a weight into a few named buffers and decodes them into
+an output tensor; a `QuantSpec` says how the scales beside the codes are laid out. `QuantTensor`
+holds the buffers and asks the codec of its spec by name, so nothing outside this folder depends on
+a format.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from ts_quant.errors import NonFiniteWeightError, NotAvailableError, OptionError
+from ts_quant.errors import NonFiniteWeightError, OptionError
 
 if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
@@ -25,10 +26,20 @@ DEFAULT_BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor was encoded: the codec's name and the number of values per scale."""
+    """How a tensor was encoded.
+
+    Attributes:
+        codec: the codec's name.
+        block_size: values per scale, along the flattened tensor; of layout "tile", columns per
+            scale.
+        scales: name of the scale layout; `ts_quant.codecs.scales` lists them.
+        rows: rows per scale of layout "tile", else 1.
+    """
 
     codec: str
     block_size: int
+    scales: str = "float32"
+    rows: int = 1
 
 
 class Codec(ABC):
@@ -37,23 +48,38 @@ class Codec(ABC):
     Attributes:
         name: the name users write, `quantize(w, name)`.
         error_rank_order: place in the order of precision; smaller is more precise.
-        buffer_names: attributes of a `QuantTensor` that hold this format's buffers, in the order
-            in which `encode_buffers` returns them.
+        scale_layouts: names of the scale layouts this format can be stored with, the default
+            first.
     """
 
     API_VERSION = 1
     name: str
     error_rank_order: int
-    buffer_names: tuple[str, ...] = ("codes", "absmax")
-    code_bytes: float
-    """Bytes of code per weight, without scales."""
+    scale_layouts: tuple[str, ...]
 
+    @abstractmethod
     def bytes_per_weight(
         self, block_size: int = DEFAULT_BLOCK_SIZE, double_quant: bool = False
     ) -> float:
         """Stored bytes per weight, scales included, for a tensor of many blocks."""
-        self.check_options(block_size, double_quant)
-        return self.code_bytes + 4.0 / block_size
+
+    @abstractmethod
+    def spec_for(
+        self,
+        shape: Sequence[int],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        double_quant: bool = False,
+        layout: str | None = None,
+    ) -> QuantSpec:
+        """How a weight of that shape would be stored with these options.
+
+        Raises:
+            OptionError: a block size or an option that this codec does not take.
+        """
+
+    @abstractmethod
+    def buffer_names(self, spec: QuantSpec) -> tuple[str, ...]:
+        """Attributes of a `QuantTensor` that hold the buffers, the codes first."""
 
     def encode(
         self,
@@ -61,67 +87,56 @@ class Codec(ABC):
         *,
         block_size: int = DEFAULT_BLOCK_SIZE,
         double_quant: bool = False,
+        layout: str | None = None,
         name: str | None = None,
     ) -> QuantTensor:
         """Encode a weight; see `ts_quant.quantize`."""
         from ts_quant.tensor import QuantTensor
 
-        self.check_options(block_size, double_quant)
         weight = _plain(weight, name)
-        return QuantTensor(
-            self.encode_checked(weight, block_size, name),
-            QuantSpec(self.name, block_size),
-            weight.shape,
-            weight.dtype,
-        )
+        spec = self.spec_for(weight.shape, block_size, double_quant, layout)
+        buffers = self.encode_checked(weight, spec, name)
+        return QuantTensor(buffers, spec, weight.shape, weight.dtype)
 
     def encode_checked(
-        self, weight: Tensor, block_size: int, name: str | None
+        self, weight: Tensor, spec: QuantSpec, name: str | None
     ) -> tuple[Tensor, ...]:
         """The buffers of a plain floating-point tensor; refuses NaN and infinity.
 
-        Waits for the device once, to read whether every scale is finite.
+        Waits for the device once, to read whether every block is finite.
 
         Raises:
             NonFiniteWeightError: the weight holds NaN or infinity (or fp64 beyond fp32's range).
+            OptionError: the scale layout can only be read.
         """
         with torch.no_grad():
-            buffers = self.encode_buffers(weight, block_size)
+            *buffers, absmax = self.encode_buffers(weight, spec)
             if not weight.is_meta:
-                _refuse_non_finite(buffers[-1], block_size, weight, name)
-        return buffers
-
-    def check_options(self, block_size: int, double_quant: bool) -> None:
-        """Refuse a block size or an option that this codec does not take."""
-        if double_quant:
-            raise NotAvailableError(
-                f"double_quant=True is not available in this version (codec {self.name!r}); "
-                f"leave it False: fp32 scales cost {4.0 / DEFAULT_BLOCK_SIZE} bytes per weight "
-                f"at the default block size"
-            )
-        if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise OptionError(
-                f"block_size must be an even int of at least 2, not {block_size!r} "
-                f"({type(block_size).__name__})"
-            )
-        if block_size < 2 or block_size % 2:
-            raise OptionError(
-                f"block_size={block_size} is not accepted: it must be an even int of at least 2 "
-                f"(64 is usual)"
-            )
+                _refuse_non_finite(absmax, spec, weight, name)
+        return tuple(buffers)
 
     @abstractmethod
-    def encode_buffers(self, weight: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """The buffers of a plain tensor, the scales last, with no check of the values."""
+    def encode_buffers(self, weight: Tensor, spec: QuantSpec) -> list[Tensor]:
+        """The buffers of a plain tensor, then each block's absmax, with no check of the values."""
+
+    @abstractmethod
+    def check_buffers(
+        self, buffers: Mapping[str, Tensor], spec: QuantSpec, shape: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Stored buffers, checked and in the order of `buffer_names`; no bytes are copied.
+
+        Raises:
+            OptionError: a buffer is missing, unknown, or of another dtype or size.
+        """
 
     @abstractmethod
     def decode(
-        self, buffers: Sequence[Tensor], block_size: int, shape: Sequence[int], dtype: torch.dtype
+        self, buffers: Sequence[Tensor], spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         """A new tensor of `shape` and `dtype` on the buffers' device (current stream)."""
 
     @abstractmethod
-    def decode_out(self, buffers: Sequence[Tensor], block_size: int, out: Tensor) -> None:
+    def decode_out(self, buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
         """Decode into a contiguous `out` on the buffers' device, without allocating on a GPU.
 
         Runs on the current stream; `out` and the buffers must stay alive until it has run.
@@ -131,7 +146,6 @@ class Codec(ABC):
 C = TypeVar("C", bound="Codec")
 
 _CODECS: dict[str, Codec] = {}
-_PLANNED = ("fp8", "nvfp4")
 
 
 def register(codec: C) -> C:
@@ -144,18 +158,27 @@ def codec_named(name: str) -> Codec:
     """The codec called `name`.
 
     Raises:
-        NotAvailableError: the name belongs to a format this version does not build.
         OptionError: no such codec.
     """
     codec = _CODECS.get(name)
     if codec is not None:
         return codec
     listed = ", ".join(repr(known) for known in sorted(_CODECS))
-    if name in _PLANNED:
-        raise NotAvailableError(
-            f"the codec {name!r} is not available in this version of ts-quant; use one of {listed}"
-        )
     raise OptionError(f"unknown codec {name!r}; expected one of {listed}")
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse a block size that is not an even int of at least 2."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise OptionError(
+            f"block_size must be an even int of at least 2, not {block_size!r} "
+            f"({type(block_size).__name__})"
+        )
+    if block_size < 2 or block_size % 2:
+        raise OptionError(
+            f"block_size={block_size} is not accepted: it must be an even int of at least 2 "
+            f"(64 is usual)"
+        )
 
 
 def _plain(weight: Tensor, name: str | None) -> Tensor:
@@ -164,9 +187,10 @@ def _plain(weight: Tensor, name: str | None) -> Tensor:
     label = f"weight {name!r}" if name else "the weight"
     if not isinstance(weight, Tensor):
         raise OptionError(f"{label} must be a torch.Tensor, not {type(weight).__name__}")
-    if not weight.dtype.is_floating_point:
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         raise OptionError(
-            f"{label} has dtype {weight.dtype}; only floating-point tensors can be quantized"
+            f"{label} has dtype {weight.dtype}; only bf16, fp16, fp32 and fp64 tensors can be "
+            f"quantized"
         )
     if weight.layout is not torch.strided:
         raise OptionError(f"{label} has layout {weight.layout}; expected a dense tensor")
@@ -175,17 +199,20 @@ def _plain(weight: Tensor, name: str | None) -> Tensor:
     return weight.detach()
 
 
-def _refuse_non_finite(absmax: Tensor, block_size: int, weight: Tensor, name: str | None) -> None:
+def _refuse_non_finite(absmax: Tensor, spec: QuantSpec, weight: Tensor, name: str | None) -> None:
     finite = torch.isfinite(absmax)
     if bool(finite.all()):
         return
-    bad = torch.nonzero(~finite).flatten()
-    first = int(bad[0]) * block_size
+    bad = torch.nonzero(~finite.flatten()).flatten()
+    where = ""
+    if spec.scales != "tile":
+        first = int(bad[0]) * spec.block_size
+        last = min(first + spec.block_size, weight.numel()) - 1
+        where = f"; the first is among the flattened elements {first} to {last}"
     label = f"weight {name!r}" if name else "the weight"
     beyond = " or beyond the range of float32" if weight.dtype is torch.float64 else ""
     raise NonFiniteWeightError(
         f"{label} (shape {tuple(weight.shape)}, {weight.dtype}) holds values that are NaN, "
-        f"infinite{beyond}, in {bad.numel()} of its {absmax.numel()} blocks; the first is among "
-        f"the flattened elements {first} to {min(first + block_size, weight.numel()) - 1}. "
+        f"infinite{beyond}, in {bad.numel()} of its {absmax.numel()} blocks{where}. "
         f"Quantization needs finite values: repair the checkpoint or leave this weight unquantized"
     )

@@ -1,22 +1,22 @@
-"""Formats of one code per value and one fp32 scale per block: their operators and their loops.
+"""Formats of one code per value and one scale per block of the flattened tensor.
 
-A tensor is flattened; block b covers the elements [b * block_size, (b + 1) * block_size), the
-last block may be shorter, and the scale of a block is its largest magnitude (absmax). A subclass
-of `BlockwiseCodec` says how a chunk of blocks becomes codes and back; this module makes of it the
-operators `ts_quant::NAME_encode`, `NAME_decode` and `NAME_decode_out`.
+Block b covers the flattened elements [b * block_size, (b + 1) * block_size); the last block may be
+shorter. Its scale comes from its largest magnitude (absmax) and is stored in one of the layouts of
+`scales`. A subclass of `BlockwiseCodec` says how a chunk of blocks becomes codes and back.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ts_quant.codecs.backend import cuda_decoder
-from ts_quant.codecs.base import Codec
+from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, check_block_size
+from ts_quant.codecs.scales import LAYOUTS, UnitRange
+from ts_quant.codecs.stored import BufferSize, StoredCodec
+from ts_quant.errors import OptionError
 
 _ENCODE_VALUES_CPU = 1 << 18
 _DECODE_VALUES_CPU = 1 << 20
@@ -26,28 +26,27 @@ _SMALLEST_NORMAL = 2.0**-126
 _SCALE_UP = 2.0**64
 
 
-class BlockwiseCodec(Codec):
-    """A format with the buffers `codes` and `absmax`, fp32 [ceil(n / block_size)].
+class BlockwiseCodec(StoredCodec):
+    """A format with the buffer `codes` and the scales of a flattened tensor's blocks.
 
     Attributes:
         code_dtype: dtype of `codes`.
-        triton_module: module with the Triton decoder,
-            `decode_out(codes, absmax, block_size, out)`; imported at the first CUDA decode.
+        codes_per_byte: 1 or 2.
+        unit: the range of the values that codes stand for.
+        fixed_block_size: the format's block size, or None where the user may choose.
     """
 
     code_dtype: torch.dtype
-    triton_module: str
+    codes_per_byte: int
+    unit: UnitRange
+    fixed_block_size: int | None = None
 
-    def __init__(self) -> None:
-        _define_operators(self)
-        ops = torch.ops.ts_quant
-        self._encode_op: Any = getattr(ops, f"{self.name}_encode").default
-        self._decode_op: Any = getattr(ops, f"{self.name}_decode").default
-        self._decode_out_op: Any = getattr(ops, f"{self.name}_decode_out").default
-
-    @abstractmethod
-    def code_shape(self, n_values: int) -> tuple[int, ...]:
-        """Shape of `codes` for a tensor of that many elements."""
+    def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of `codes` for a tensor of that shape."""
+        n_values = 1
+        for size in shape:
+            n_values *= size
+        return (-(-n_values // self.codes_per_byte),)
 
     @abstractmethod
     def encode_chunk(
@@ -67,71 +66,92 @@ class BlockwiseCodec(Codec):
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:
         """A new fp32 tensor [stop - start]: values in units of their block's scale."""
 
-    def encode_buffers(self, weight: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        codes, absmax = self._encode_op(weight, block_size)
-        return codes, absmax
+    # -- options -------------------------------------------------------------------------------
 
-    def decode(
-        self, buffers: Sequence[Tensor], block_size: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        codes, absmax = buffers
-        if _eager(codes):
-            out = torch.empty(shape, dtype=dtype, device=codes.device)
-            self.run_decode(codes, absmax, block_size, out)
-            return out
-        decoded: Tensor = self._decode_op(codes, absmax, block_size, shape, dtype)
-        return decoded
+    def bytes_per_weight(
+        self, block_size: int = DEFAULT_BLOCK_SIZE, double_quant: bool = False
+    ) -> float:
+        spec = self.spec_for((block_size,), block_size, double_quant)
+        return 1 / self.codes_per_byte + LAYOUTS[spec.scales].bytes_per_block / spec.block_size
 
-    def decode_out(self, buffers: Sequence[Tensor], block_size: int, out: Tensor) -> None:
-        codes, absmax = buffers
-        if _eager(codes) and _eager(out):
-            self.run_decode(codes, absmax, block_size, out)
-        else:
-            self._decode_out_op(codes, absmax, block_size, out)
+    def spec_for(
+        self,
+        shape: Sequence[int],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        double_quant: bool = False,
+        layout: str | None = None,
+    ) -> QuantSpec:
+        check_block_size(block_size)
+        scales = self._scales(double_quant, layout)
+        return QuantSpec(self.name, self.fixed_block_size or block_size, scales)
 
-    def run_decode(self, codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
-        """Decode plain tensors: the Triton kernel on a GPU that has one, else the reference."""
-        kernel = cuda_decoder(self.triton_module, out.dtype) if codes.is_cuda else None
-        (kernel or self.decode_reference)(codes, absmax, block_size, out)
+    def _scales(self, double_quant: bool, layout: str | None) -> str:
+        if not isinstance(double_quant, bool):
+            raise OptionError(f"double_quant must be True or False, not {double_quant!r}")
+        if double_quant and "log8" not in self.scale_layouts:
+            raise OptionError(
+                f"double_quant=True is not accepted for {self.name!r}, whose scales are one byte "
+                f"each already; leave it False (it is for 'int8' and 'nf4')"
+            )
+        if layout is None:
+            return "log8" if double_quant else self.scale_layouts[0]
+        if layout not in self.scale_layouts or (double_quant and layout != "log8"):
+            raise OptionError(
+                f"layout={layout!r} with double_quant={double_quant} is not accepted for "
+                f"{self.name!r}; expected one of {list(self.scale_layouts)}, or None"
+            )
+        return layout
 
-    def encode_reference(self, weight: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        """The encoder, in plain PyTorch on every device: the same bytes everywhere."""
-        n = weight.numel()
-        codes = weight.new_empty(self.code_shape(n), dtype=self.code_dtype)
+    # -- buffers -------------------------------------------------------------------------------
+
+    def buffer_names(self, spec: QuantSpec) -> tuple[str, ...]:
+        return ("codes", *LAYOUTS[spec.scales].buffer_names)
+
+    def buffer_sizes(self, spec: QuantSpec, shape: Sequence[int]) -> list[BufferSize]:
+        n_values = 1
+        for size in shape:
+            n_values *= size
+        blocks = block_count(n_values, spec.block_size)
+        scales = [(dtype, (n,)) for dtype, n in LAYOUTS[spec.scales].sizes(blocks)]
+        codes = (self.code_dtype, self.code_shape(shape))
+        return [codes, *scales, (torch.float32, (blocks,))]
+
+    def encode_reference(self, weight: Tensor, spec: QuantSpec) -> list[Tensor]:
+        n, block_size = weight.numel(), spec.block_size
+        codes = weight.new_empty(self.code_shape(weight.shape), dtype=self.code_dtype)
         absmax = weight.new_empty(block_count(n, block_size), dtype=torch.float32)
         flat, flat_codes = weight.reshape(-1), codes.view(-1)
         chunk = _ENCODE_VALUES_CPU if weight.device.type == "cpu" else _VALUES_GPU
         for start, stop in _chunks(n, block_size, chunk):
-            width = min(block_size, stop - start)
-            values = flat[start:stop].to(torch.float32, copy=True).view(-1, width)
+            values = _blocks(flat, start, stop, block_size)
             first = start // block_size
-            scales = absmax[first : first + values.shape[0]]
-            torch.amax(values.abs(), dim=1, out=scales)
-            self.encode_chunk(values, scales.view(-1, 1), flat_codes, start, stop)
-        return codes, absmax
+            torch.amax(values.abs_(), dim=1, out=absmax[first : first + values.shape[0]])
+        buffers, scales = LAYOUTS[spec.scales].encode(absmax, self.unit)
+        for start, stop in _chunks(n, block_size, chunk):
+            values = _blocks(flat, start, stop, block_size)
+            first = start // block_size
+            width = scales[first : first + values.shape[0]].view(-1, 1)
+            self.encode_chunk(values, width, flat_codes, start, stop)
+        # Operators may not return one tensor twice.
+        absmax = absmax.clone() if any(buffer is absmax for buffer in buffers) else absmax
+        return [codes, *buffers, absmax]
 
-    def decode_reference(self, codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
-        """The decoder in plain PyTorch: any device, any floating dtype; `out` contiguous."""
+    def decode_reference(self, buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
+        codes, *scale_buffers = buffers
+        layout, block_size = LAYOUTS[spec.scales], spec.block_size
         flat, flat_codes = out.view(-1), codes.view(-1)
+        scale_buffers = [buffer.view(-1) for buffer in scale_buffers]
         chunk = _DECODE_VALUES_CPU if out.device.type == "cpu" else _VALUES_GPU
         for start, stop in _chunks(flat.numel(), block_size, chunk):
             width = min(block_size, stop - start)
             values = self.decode_chunk(flat_codes, start, stop).view(-1, width)
             first = start // block_size
-            scales = absmax[first : first + values.shape[0], None]
+            scales = layout.read(scale_buffers, first, values.shape[0])[:, None]
             target = flat[start:stop].view(values.shape)
             if out.dtype is torch.float32:
                 torch.mul(values, scales, out=target)
             else:
                 target.copy_(values.mul_(scales))
-
-
-def _eager(tensor: Tensor) -> bool:
-    """Whether the operators' dispatch, a large part of a small call's time, may be left out.
-
-    It is needed where something records operators: torch.compile and tensors that are not plain.
-    """
-    return type(tensor) is Tensor and not torch.compiler.is_compiling()
 
 
 def block_count(n_values: int, block_size: int) -> int:
@@ -140,9 +160,9 @@ def block_count(n_values: int, block_size: int) -> int:
 
 
 def normalize_(values: Tensor, scales: Tensor) -> Tensor:
-    """Multiply each block by fp32(1 / absmax), in place; blocks of zeros stay zeros.
+    """Multiply each block by fp32(1 / scale), in place; blocks of scale 0 become zeros.
 
-    1 / absmax overflows for the smallest denormals, so blocks whose absmax is denormal are first
+    1 / scale overflows for the smallest denormals, so blocks whose scale is denormal are first
     scaled by a power of two, which changes no bit of the result of any other block.
 
     Args:
@@ -152,6 +172,12 @@ def normalize_(values: Tensor, scales: Tensor) -> Tensor:
     up = torch.ones_like(scales).masked_fill_(scales < _SMALLEST_NORMAL, _SCALE_UP)
     inverse = torch.reciprocal(scales * up).masked_fill_(scales == 0, 0.0)
     return values.mul_(up).mul_(inverse)
+
+
+def _blocks(flat: Tensor, start: int, stop: int, block_size: int) -> Tensor:
+    """A fp32 copy of the elements [start, stop) as [blocks, width]."""
+    width = min(block_size, stop - start)
+    return flat[start:stop].to(torch.float32, copy=True).view(-1, width)
 
 
 def _chunks(n_values: int, block_size: int, chunk_values: int) -> Iterator[tuple[int, int]]:
@@ -165,51 +191,3 @@ def _chunks(n_values: int, block_size: int, chunk_values: int) -> Iterator[tuple
         yield start, min(start + step, whole)
     if whole < n_values:
         yield whole, n_values
-
-
-def _define_operators(codec: BlockwiseCodec) -> None:
-    """Schema, fake and default implementation of a codec's operators."""
-    define, library = torch.library.define, torch.library
-    name = f"ts_quant::{codec.name}"
-
-    define(f"{name}_encode", "(Tensor weight, int block_size) -> (Tensor codes, Tensor absmax)")
-
-    def encode_fake(weight: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-        n = weight.numel()
-        codes = weight.new_empty(codec.code_shape(n), dtype=codec.code_dtype)
-        return codes, weight.new_empty((block_count(n, block_size),), dtype=torch.float32)
-
-    library.register_fake(f"{name}_encode", encode_fake)
-    library.impl(f"{name}_encode", "CompositeExplicitAutograd", codec.encode_reference)
-
-    define(
-        f"{name}_decode_out",
-        "(Tensor codes, Tensor absmax, int block_size, Tensor(a!) out) -> ()",
-    )
-
-    def decode_out_fake(codes: Tensor, absmax: Tensor, block_size: int, out: Tensor) -> None:
-        return None
-
-    library.register_fake(f"{name}_decode_out", decode_out_fake)
-    library.impl(f"{name}_decode_out", "CompositeExplicitAutograd", codec.decode_reference)
-    library.impl(f"{name}_decode_out", "CUDA", codec.run_decode)
-
-    define(
-        f"{name}_decode",
-        "(Tensor codes, Tensor absmax, int block_size, SymInt[] shape, ScalarType dtype) -> Tensor",
-    )
-
-    def decode_fake(
-        codes: Tensor, absmax: Tensor, block_size: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return codes.new_empty(shape, dtype=dtype)
-
-    def decode(
-        codes: Tensor, absmax: Tensor, block_size: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-        codec.run_decode(codes, absmax, block_size, out)
-        return out
-
-    library.register_fake(f"{name}_decode", decode_fake)
-    library.impl(f"{name}_decode", "CompositeExplicitAutograd", decode)

@@ -4,7 +4,9 @@
     value = fp32(q[i] / 127) * absmax, then rounded to the output dtype
 
 Dividing the code rather than the scale keeps +-absmax exact, cannot overflow at the largest
-fp32 values and loses nothing for denormal scales. A block of zeros is stored as zeros.
+fp32 values and loses nothing for denormal scales. A block of zeros is stored as zeros. With
+one-byte scales ("log8") absmax is the scale as it decodes, which is never below the true one by
+more than rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ts_quant.codecs.base import register
 from ts_quant.codecs.blockwise import BlockwiseCodec
+from ts_quant.codecs.scales import UnitRange
 
 LEVELS = 127.0
 """The largest code; codes run from -127 to 127."""
@@ -28,18 +31,17 @@ class Int8Codec(BlockwiseCodec):
 
     name = "int8"
     error_rank_order = 1
-    code_bytes = 1.0
+    scale_layouts = ("float32", "log8")
     code_dtype = torch.int8
+    codes_per_byte = 1
+    unit = UnitRange(1.0, round_up=True)
     triton_module = "ts_quant.codecs.int8_triton"
-
-    def code_shape(self, n_values: int) -> tuple[int, ...]:
-        return (n_values,)
 
     def encode_chunk(
         self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
     ) -> None:
         divisor = scales.masked_fill(scales == 0, 1.0)
-        steps = values.div_(divisor).mul_(LEVELS).round_()
+        steps = values.div_(divisor).mul_(LEVELS).round_().clamp_(-LEVELS, LEVELS)
         codes[start:stop].copy_(steps.view(-1))
 
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:

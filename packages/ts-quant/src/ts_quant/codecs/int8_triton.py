@@ -13,12 +13,14 @@ fused multiply-add (tests/test_int8.py goes through all of them).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ts_quant.codecs.base import QuantSpec
 from ts_quant.codecs.int8 import UNIT_HIGH, UNIT_LOW
 from ts_quant.codecs.launch import is_power_of_two, on_device_of
 
@@ -92,21 +94,20 @@ def _decode_values(
 
 
 def decode_out(
-    codes: Tensor,
-    absmax: Tensor,
-    block_size: int,
+    buffers: Sequence[Tensor],
+    spec: QuantSpec,
     out: Tensor,
     config: DecodeConfig = DEFAULT_CONFIG,
 ) -> None:
     """Decode into `out` on the current stream, allocating nothing.
 
     Args:
-        codes: int8 [n], contiguous.
-        absmax: fp32 [ceil(n / block_size)], contiguous.
-        block_size: even, at least 2.
+        buffers: the codec's, contiguous.
+        spec: layout "float32".
         out: contiguous, n elements, bf16, fp16 or fp32.
         config: compile-time choices of the fast kernel.
     """
+    (codes, absmax), block_size = buffers, spec.block_size
     n = out.numel()
     if n == 0:
         return

@@ -9,11 +9,13 @@ codes, packing and scales are byte for byte those of bitsandbytes.
 
 A threshold is the fp32 midpoint of two neighbouring codes, so a tie takes the lower code. An odd
 tensor's last low nibble is 7 (the code of zero). A block of zeros is stored as 0x77 on every
-device; bitsandbytes writes 0x77 on a CPU and 0x00 on CUDA, and both decode to zeros.
+device; bitsandbytes writes 0x77 on a CPU and 0x00 on CUDA, and both decode to zeros. With one-byte
+scales ("log8") absmax is the scale as it decodes, so codes fit the scale that is really used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from ts_quant.codecs.base import register
 from ts_quant.codecs.blockwise import BlockwiseCodec, normalize_
+from ts_quant.codecs.scales import UnitRange
 
 CODEBOOK: tuple[float, ...] = (
     -1.0,
@@ -98,12 +101,14 @@ class Nf4Codec(BlockwiseCodec):
 
     name = "nf4"
     error_rank_order = 3
-    code_bytes = 0.5
+    scale_layouts = ("float32", "log8", "nested")
     code_dtype = torch.uint8
+    codes_per_byte = 2
+    unit = UnitRange(1.0, round_up=False)
     triton_module = "ts_quant.codecs.nf4_triton"
 
-    def code_shape(self, n_values: int) -> tuple[int, ...]:
-        return ((n_values + 1) // 2, 1)
+    def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (*super().code_shape(shape), 1)
 
     def encode_chunk(
         self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int

@@ -16,6 +16,7 @@ How a code becomes a value is a compile-time choice (`LOOKUP`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ts_quant.codecs.base import QuantSpec
 from ts_quant.codecs.launch import is_power_of_two, on_device_of
 from ts_quant.codecs.nf4 import CODEBOOK
 
@@ -151,21 +153,20 @@ def takes_words(codes: Tensor, n_values: int, block_size: int) -> bool:
 
 
 def decode_out(
-    codes: Tensor,
-    absmax: Tensor,
-    block_size: int,
+    buffers: Sequence[Tensor],
+    spec: QuantSpec,
     out: Tensor,
     config: DecodeConfig = DEFAULT_CONFIG,
 ) -> None:
     """Decode into `out` on the current stream, allocating nothing.
 
     Args:
-        codes: uint8 [ceil(n / 2), 1], contiguous.
-        absmax: fp32 [ceil(n / block_size)], contiguous.
-        block_size: even, at least 2.
+        buffers: the codec's, contiguous.
+        spec: layout "float32".
         out: contiguous, n elements, bf16, fp16 or fp32.
         config: compile-time choices of the fast kernel.
     """
+    (codes, absmax), block_size = buffers, spec.block_size
     n = out.numel()
     if n == 0:
         return
