@@ -42,9 +42,9 @@ class ErrorStart:
         """Bytes of the two factors."""
         return self.b.numel() * self.b.element_size() + self.a.numel() * self.a.element_size()
 
-    def init_lora(self, model: nn.Module) -> int:
+    def init_lora(self, model: nn.Module, *, overwrite: bool = True) -> int:
         """`init_lora_from_error(model)`, for callers that only know this object."""
-        return init_lora_from_error(model)
+        return init_lora_from_error(model, overwrite=overwrite)
 
     def started_delta(self) -> Tensor | None:
         """fp32 [out, in]: what the adapter added when it started; None if none started here."""
@@ -54,7 +54,7 @@ class ErrorStart:
         return self.b[:, :rank].float() @ self.a[:rank].float()
 
 
-def init_lora_from_error(model: nn.Module) -> int:
+def init_lora_from_error(model: nn.Module, *, overwrite: bool = True) -> int:
     """Let the PEFT LoRA adapters on quantized weights start at what quantization lost.
 
     Call it after `get_peft_model` and before training; it overwrites A and B of each adapted layer
@@ -64,6 +64,8 @@ def init_lora_from_error(model: nn.Module) -> int:
 
     Args:
         model: a PEFT model. Changed in place.
+        overwrite: whether adapters that were trained or started already (B is not zero) are
+            started anew.
 
     Returns:
         How many layers were started. 0 when no layer holds factors.
@@ -76,6 +78,8 @@ def init_lora_from_error(model: nn.Module) -> int:
     for name, module, start in _adapted(model):
         adapter = _only_adapter(name, module)
         lora_a, lora_b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+        if not overwrite and bool(lora_b.detach().any()):
+            continue
         scaling = float(module.scaling[adapter])
         if scaling <= 0:
             raise OptionError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from ts_quant.errors import NonFiniteWeightError, OptionError
 
 if TYPE_CHECKING:
+    from ts_quant.storing import Storer
     from ts_quant.tensor import QuantTensor
 
 DEFAULT_BLOCK_SIZE = 64
@@ -97,6 +98,12 @@ class Codec(ABC):
         spec = self.spec_for(weight.shape, block_size, double_quant, layout)
         buffers = self.encode_checked(weight, spec, name)
         return QuantTensor(buffers, spec, weight.shape, weight.dtype)
+
+    def storer(self, **options: Any) -> Storer:
+        """What stores a model's matrices in this format, better where it pays (`Storer`)."""
+        from ts_quant.storing import Storer
+
+        return Storer(self.name, **options)
 
     def encode_checked(
         self, weight: Tensor, spec: QuantSpec, name: str | None
