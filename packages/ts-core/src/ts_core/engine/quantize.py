@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ts_core.device import Device, HostDevice
+from ts_core.engine.served import serve_decoded
 from ts_core.errors import OptionError
 from ts_core.registry import codecs
 from ts_core.store.leaves import is_wrapper, stored_bytes
@@ -19,36 +21,145 @@ def quantize_model(
     *,
     blocks: Sequence[nn.Module] | None = None,
     block_size: int = 64,
+    pin_budget: int = 0,
+    keep_precise: float | str | bool | None = 0,
+    error_rank: int = 0,
+    error_iters: int = 1,
+    double_quant: bool = False,
+    joint_budget: float | None = None,
+    second_moments: Mapping[str, Tensor] | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
     """Store the frozen linear weights of the blocks in a codec's format, one at a time.
 
     A weight that is already stored in some format is left as it is. Trained weights, weights
-    used by more than one module, and everything outside the blocks stay as they are.
+    used by more than one module, and everything outside the blocks stay as they are. The model's
+    `state_dict()` serves stored weights decoded; loading one encodes again.
 
     Args:
         model: the model; changed in place.
         quantize: name of an installed codec.
         blocks: the layer stack; found with `find_blocks` when omitted.
         block_size: values per scale.
+        pin_budget: bytes of stored weights to page-lock, for use without wrap() (which lays out
+            page-locked images of its own). Nothing is page-locked on a machine without a GPU.
+        keep_precise: share of extra bytes (0 to 0.5; "auto" and True mean 0.05) for storing the
+            matrices that lose most one step more precise.
+        error_rank: rank of a fit of what each matrix lost, for adapters to start at
+            (`init_lora_from_error`); 0 for none.
+        error_iters: LoftQ alternations.
+        double_quant: one-byte scales.
+        joint_budget: share of extra bytes that more precise storage and the rank of the start of
+            each matrix compete for; replaces `keep_precise`.
+        second_moments: E[x^2] per input channel, by the linear layer's name
+            (`ts_quant.error_stats`); weighs what is lost.
         device: where the encoding runs (the result stays on the weight's device).
 
     Returns:
-        tensors (how many were stored), bytes_before, bytes_after.
+        tensors (how many were stored), kept_precise (how many of them more precise), bytes_before,
+        bytes_after, pinned_bytes, report (per matrix: error, bytes, what was chosen and why; None
+        when none of the options above asked for measuring).
 
     Raises:
         UnknownPluginError: no installed package offers the codec.
-        OptionError: there is no frozen linear weight in the blocks.
+        OptionError: there is no frozen linear weight in the blocks, or an option that the codec
+            does not take.
     """
     from ts_core.engine.blocks import find_blocks
 
     codec = codecs.get(quantize)
     stack = find_blocks(model) if blocks is None else list(blocks)
-    device = device or HostDevice()
+    work = device or HostDevice()
+    frozen, already = _frozen_linears(model, stack)
+    if not frozen and not already:
+        raise OptionError(
+            f"quantize={quantize!r} found no frozen linear weight in {len(stack)} blocks. Freeze "
+            f"the base model (or add adapters) before wrapping, or use quantize='none'."
+        )
+    wanted: dict[str, Any] = {
+        "keep_precise": keep_precise,
+        "error_rank": error_rank,
+        "error_iters": error_iters,
+        "joint_budget": joint_budget,
+    }
+    storer = make_storer(codec, wanted, block_size, double_quant, second_moments)
+
+    def source(module: nn.Linear) -> Tensor:
+        weight = module.weight.data
+        return weight.to(work.torch_device) if work.separate_memory else weight
+
+    if storer is not None and storer.needs_measuring:
+        for name, module in frozen:
+            storer.measure(source(module), f"{name}.weight")
+        storer.improved()
+    before = after = pinned = kept = 0
+    for name, module in frozen:
+        weight = module.weight
+        before += stored_bytes(weight)
+        if storer is None:
+            stored = codec.encode(
+                source(module), block_size=block_size, double_quant=double_quant, name=name
+            )
+        else:
+            result = storer.store(source(module), f"{name}.weight")
+            stored = result.weight
+            kept += stored.codec != quantize
+            if result.start is not None:
+                module.error_start = result.start
+        stored = stored.to(weight.device)
+        size = stored_bytes(stored)
+        if pinned + size <= pin_budget and weight.device.type == "cpu" and _gpu_in_use():
+            stored, pinned = stored.pin_memory(), pinned + size
+        after += size
+        module.weight = nn.Parameter(stored, requires_grad=False)
+        serve_decoded(module)
+    return {
+        "tensors": len(frozen),
+        "kept_precise": kept,
+        "bytes_before": before,
+        "bytes_after": after,
+        "pinned_bytes": pinned,
+        "report": None if storer is None else storer.report,
+    }
+
+
+def make_storer(
+    codec: Any,
+    wanted: dict[str, Any],
+    block_size: int,
+    double_quant: bool,
+    second_moments: Mapping[str, Tensor] | None,
+) -> Any:
+    """What measures and chooses, or None when nothing asks for it."""
+    if not any(wanted.get(name) for name in ("keep_precise", "error_rank", "joint_budget")):
+        return None
+    make = getattr(codec, "storer", None)
+    if make is None:
+        raise OptionError(
+            f"the codec {codec.name!r} offers neither keep_precise nor error_rank. Leave them at "
+            f"0, or use a codec of ts-quant."
+        )
+    try:
+        return make(
+            block_size=block_size,
+            double_quant=double_quant,
+            second_moments=second_moments,
+            **wanted,
+        )
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+
+
+def _frozen_linears(
+    model: nn.Module, stack: Sequence[nn.Module]
+) -> tuple[list[tuple[str, nn.Linear]], int]:
+    """The linear layers to store, by name in the model, and how many are stored already."""
+    names = {id(module): name for name, module in model.named_modules()}
     uses = _uses(model)
-    count = before = after = already = 0
+    found: list[tuple[str, nn.Linear]] = []
+    already = 0
     for index, block in enumerate(stack):
-        for name, module in block.named_modules():
+        for inner, module in block.named_modules():
             if not isinstance(module, nn.Linear):
                 continue
             weight = module._parameters.get("weight")
@@ -57,18 +168,12 @@ def quantize_model(
             if is_wrapper(weight):
                 already += 1
                 continue
-            before += stored_bytes(weight)
-            source = weight.data.to(device.torch_device) if device.separate_memory else weight.data
-            stored = codec.encode(source, block_size=block_size, name=f"block {index}: {name}")
-            module.weight = nn.Parameter(stored.to(weight.device), requires_grad=False)
-            after += stored_bytes(module.weight)
-            count += 1
-    if count == 0 and already == 0:
-        raise OptionError(
-            f"quantize={quantize!r} found no frozen linear weight in {len(stack)} blocks. Freeze "
-            f"the base model (or add adapters) before wrapping, or use quantize='none'."
-        )
-    return {"tensors": count, "bytes_before": before, "bytes_after": after}
+            found.append((names.get(id(module), f"block {index}: {inner}"), module))
+    return found, already
+
+
+def _gpu_in_use() -> bool:
+    return torch.cuda.is_available()
 
 
 def quantizable_weights(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:

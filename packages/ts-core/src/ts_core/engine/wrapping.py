@@ -13,7 +13,9 @@ from ts_core.device import Device, resolve_device
 from ts_core.engine.blocks import find_blocks
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.quantize import quantizable_weights, quantize_model
+from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
 from ts_core.engine.runner import BlockRunner
+from ts_core.engine.served import serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import default_arena
@@ -66,6 +68,7 @@ def wrap(
         device.set_limit(config.vram_limit_bytes)
     try:
         codec = _choose_codec(model, blocks, device, config, log)
+        options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
             device.set_limit(None)
@@ -73,9 +76,16 @@ def wrap(
     quantized: dict[str, Any] = {}
     if codec is not None:
         quantized = quantize_model(
-            model, codec, blocks=blocks, block_size=config.quant_block_size, device=device
+            model,
+            codec,
+            blocks=blocks,
+            device=device,
+            block_size=config.quant_block_size,
+            **options,
         )
         log(f"quantize: {quantized['tensors']} weights stored as {codec}")
+    serve_stored(model)
+    start_adapters(model, log)
     return _start(model, optimizer, blocks, device, config, log, {"codec": codec, **quantized})
 
 
@@ -288,7 +298,7 @@ def _estimate(
 ) -> ModelProfile:
     if codec_name is None:
         return profile
-    per_weight = codecs.get(codec_name).bytes_per_weight(config.quant_block_size)
+    per_weight = bytes_per_weight(codec_name, config)
     pageable = tuple(
         size - plain_bytes + int(count * per_weight)
         for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)

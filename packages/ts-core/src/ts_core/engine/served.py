@@ -1,0 +1,72 @@
+"""What stored weights look like from outside: decoded in state dicts, and starts for adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ts_core.errors import OptionError
+from ts_core.store.leaves import is_wrapper
+
+
+def init_lora_from_error(model: nn.Module, *, overwrite: bool = True) -> int:
+    """Let LoRA adapters start at what quantization lost, scaled for their alpha and rank.
+
+    Call it after adding adapters to a model quantized with `error_rank`. `wrap()` does it for
+    adapters that are still as PEFT made them.
+
+    Args:
+        model: a PEFT model; the adapters of layers that hold factors are changed in place.
+        overwrite: whether adapters whose B is no longer zero are started anew.
+
+    Returns:
+        How many layers were started; 0 when the model holds no factors.
+
+    Raises:
+        OptionError: an adapter that cannot start there (DoRA; several active at once).
+    """
+    for module in model.modules():
+        start = getattr(module, "error_start", None)
+        if start is not None:
+            try:
+                return int(start.init_lora(model, overwrite=overwrite))
+            except ValueError as error:
+                raise OptionError(str(error)) from error
+    return 0
+
+
+def serve_decoded(module: nn.Module) -> None:
+    """Let `state_dict()` hold the ordinary tensor that `module`'s stored weight stands for.
+
+    Without it a state dict would hold tensors of the codec's class, which other code cannot save.
+    Called again, it does nothing.
+    """
+    if not any(hook is _decode_weight for hook in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(_decode_weight)
+
+
+def _decode_weight(
+    module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        if parameter is not None and is_wrapper(parameter) and key in state:
+            decode = getattr(parameter, "dequantize", None)
+            if decode is not None:
+                state[key] = decode()
+
+
+def serve_stored(model: nn.Module) -> None:
+    """`serve_decoded` for every module that holds a stored weight."""
+    for module in model.modules():
+        if any(p is not None and is_wrapper(p) for p in module._parameters.values()):
+            serve_decoded(module)
+
+
+def start_adapters(model: nn.Module, log: Callable[[str], None]) -> None:
+    """Start the adapters that are as PEFT made them at what quantization lost, and say so."""
+    count = init_lora_from_error(model, overwrite=False)
+    if count:
+        log(f"error_rank: {count} adapters start at what quantization lost")

@@ -1,0 +1,192 @@
+"""quantize_model's options and wrap()'s, with the codecs of ts-quant where they are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ts_core import memory_report, quantize_model, unwrap, wrap
+from ts_core.engine.quantize import make_storer
+from ts_core.engine.served import init_lora_from_error
+from ts_core.errors import OptionError
+from ts_core.registry import codecs
+from ts_core.store.leaves import is_wrapper, stored_bytes
+from ts_core.testing import tiny_model
+
+needs_codecs = pytest.mark.skipif(not codecs.has("nf4"), reason="ts-quant is not installed")
+WIDTH = 64
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def _stored(model: nn.Module) -> dict[str, Any]:
+    return {name: p for name, p in model.named_parameters() if is_wrapper(p)}
+
+
+@needs_codecs
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_bytes_and_counts_are_those_of_the_weights(double_quant: bool) -> None:
+    model = tiny_model(3, WIDTH)
+    plain = sum(stored_bytes(m.weight) for block in model.layers for m in (block.up, block.down))
+    found = quantize_model(model, "nf4", double_quant=double_quant)
+    stored = _stored(model)
+    assert found["tensors"] == len(stored) == 6 and found["kept_precise"] == 0
+    assert found["bytes_before"] == plain
+    assert found["bytes_after"] == sum(stored_bytes(p) for p in stored.values())
+    per_weight = found["bytes_after"] / (plain / 4)
+    expected = codecs.get("nf4").bytes_per_weight(64, double_quant)
+    assert per_weight == pytest.approx(expected, rel=0.01)
+
+
+@needs_codecs
+def test_keep_precise_stores_what_loses_most_in_the_next_format() -> None:
+    model = tiny_model(3, WIDTH)
+    with torch.no_grad():  # a heavy tail: blockwise formats lose most there
+        model.layers[1].up.weight[::7, ::5] *= 50
+    plain = tiny_model(3, WIDTH)
+    base = quantize_model(plain, "nf4")["bytes_after"]
+    found = quantize_model(model, "nf4", keep_precise=0.2)
+    assert found["kept_precise"] == 1
+    assert _stored(model)["layers.1.up.weight"].codec == "int8"
+    assert base < found["bytes_after"] <= base * 1.2
+    rows = found["report"].rows
+    assert set(rows) == set(_stored(model))
+    assert "int8 leaves" in rows["layers.1.up.weight"].reason
+
+
+@needs_codecs
+def test_state_dict_holds_ordinary_tensors_and_loads_back() -> None:
+    model = tiny_model(2, WIDTH)
+    quantize_model(model, "int8")
+    state = model.state_dict()
+    stored = _stored(model)
+    for name, parameter in stored.items():
+        assert type(state[name]) is torch.Tensor
+        assert torch.equal(state[name], parameter.dequantize())
+    # A partial load encodes what it contains and leaves the rest.
+    name = "layers.0.up.weight"
+    fresh = torch.randn_like(state[name])
+    others = {key: value.codes.clone() for key, value in stored.items() if key != name}
+    missing = model.load_state_dict({name: fresh}, strict=False)
+    assert name not in missing.missing_keys
+    expected = codecs.get("int8").encode(fresh).dequantize()
+    assert torch.equal(_stored(model)[name].dequantize(), expected)
+    assert all(torch.equal(_stored(model)[key].codes, codes) for key, codes in others.items())
+
+
+@needs_codecs
+def test_wrap_takes_the_options_and_plans_with_their_bytes() -> None:
+    model = tiny_model(3, WIDTH)
+    wrap(
+        model,
+        device="host",
+        quantize="nf4",
+        keep_precise="auto",
+        double_quant=True,
+        param_offload=False,
+    )
+    report = memory_report(model)
+    assert report["params"]["quantize"] == "nf4"
+    names = [name for name, _ in model.named_parameters() if is_wrapper(_)]
+    assert len(names) == 6
+    state = model.state_dict()
+    assert all(type(state[name]) is torch.Tensor for name in names)
+    unwrap(model)
+
+
+@needs_codecs
+def test_wrap_streams_weights_stored_before() -> None:
+    """Pre-quantized weights through wrap(): same loss and gradients as resident."""
+    tokens = torch.randint(0, 37, (2, 6))
+    losses = []
+    for offload in (False, True):
+        model = tiny_model(3, WIDTH)
+        quantize_model(model, "nf4", double_quant=True)
+        wrap(model, device="host", quantize="none", param_offload=offload, eager=False)
+        loss = model(tokens)
+        loss.backward()
+        losses.append(loss.item())
+        state = model.state_dict()
+        assert all(type(value) is torch.Tensor for value in state.values())
+        partial = {"layers.1.down.weight": torch.zeros_like(state["layers.1.down.weight"])}
+        model.load_state_dict(partial, strict=False)
+        again = model.state_dict()
+        assert not again["layers.1.down.weight"].any()
+        assert torch.equal(again["layers.0.down.weight"], state["layers.0.down.weight"])
+        unwrap(model)
+    assert losses[0] == losses[1]
+
+
+@needs_codecs
+def test_what_a_codec_does_not_take_is_refused_or_left_out() -> None:
+    model = tiny_model(2, WIDTH)
+    before = _weights(model)
+    for options in (
+        {"keep_precise": 0.05, "quantize": "int8"},
+        {"double_quant": True, "quantize": "fp8"},
+    ):
+        with pytest.raises(OptionError):
+            wrap(model, device="host", **options)
+        assert not hasattr(model, "_trainstream_session")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    wrap(model, device="host", quantize="none", keep_precise=0.05, error_rank=4)
+    events = memory_report(model)["events"]
+    assert any("keep_precise=0.05: nothing to do" in event for event in events)
+    assert any("error_rank=4: nothing to do" in event for event in events)
+
+
+def test_a_codec_without_a_storer_says_so() -> None:
+    class Bare:
+        name = "bare"
+
+    with pytest.raises(OptionError, match="'bare' offers neither keep_precise nor error_rank"):
+        make_storer(Bare(), {"error_rank": 4}, 64, False, None)
+    assert make_storer(Bare(), {"error_rank": 0}, 64, False, None) is None
+
+
+def _adapted(error_rank: int, **changes: Any) -> tuple[Any, Any]:
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    model = tiny_model(2, WIDTH)
+    config = peft.LoraConfig(r=8, lora_alpha=32, target_modules=["up", "down"], **changes)
+    adapted = peft.get_peft_model(model, config)
+    exact = tiny_model(2, WIDTH)
+    blocks = adapted.base_model.model.layers
+    if error_rank:
+        quantize_model(adapted, "nf4", blocks=list(blocks), error_rank=error_rank)
+    return adapted, exact
+
+
+@needs_codecs
+def test_adapters_start_at_the_error_with_the_right_scale() -> None:
+    adapted, exact = _adapted(8)
+    assert init_lora_from_error(adapted) == 4
+    for layer, plain in zip(adapted.base_model.model.layers, exact.layers, strict=True):
+        weight = plain.up.weight.detach()
+        stored = layer.up.base_layer.weight.dequantize()
+        delta = layer.up.get_delta_weight("default")
+        lost = float((weight - stored).norm())
+        assert float((weight - stored - delta).norm()) < 0.9 * lost
+        best = float(torch.linalg.svdvals(weight - stored)[8:].square().sum()) ** 0.5
+        assert float((weight - stored - delta).norm()) == pytest.approx(best, rel=1e-3)
+
+
+@needs_codecs
+def test_wrap_starts_fresh_adapters_and_leaves_trained_ones() -> None:
+    adapted, _ = _adapted(0)
+    trained = adapted.base_model.model.layers[1].down
+    with torch.no_grad():
+        trained.lora_B["default"].weight.fill_(0.5)
+    blocks = list(adapted.base_model.model.layers)
+    wrap(adapted, device="host", quantize="nf4", error_rank=8, blocks=blocks)
+    events = memory_report(adapted)["events"]
+    assert any("error_rank: 3 adapters start" in event for event in events)
+    assert bool((trained.lora_B["default"].weight == 0.5).all())
+
+
+def test_a_model_without_factors_counts_zero() -> None:
+    assert init_lora_from_error(tiny_model(2, 8)) == 0
