@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import operator
 import os
 import sys
 import threading
@@ -20,7 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from ts_core._native_args import address, integer
+from ts_core._native_args import seed as checked_seed
 from ts_core.errors import NativeCoreError, OptionError, StateError
+
+MOMENT_BLOCK = 256
+"""Values per scale of 8-bit moments; calls may split a tensor at its multiples."""
 
 _PACKAGE_DIR = Path(__file__).resolve().parent
 _loaded: ModuleType | None = None
@@ -142,26 +146,6 @@ def _env_int(environ: os._Environ[str] | dict[str, str], name: str, default: int
     return value
 
 
-def _integer(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected an integer") from None
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{name}={number}: beyond 64 bits")
-    return number
-
-
-def _address(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}; expected an address as an integer") from None
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"{name}={number}: expected an address, 0 to 2**64 - 1")
-    return number
-
-
 # --- machine ------------------------------------------------------------------------------------
 
 
@@ -208,10 +192,10 @@ def copy_bytes(dst_ptr: int, src_ptr: int, nbytes: int, threads: int = 0) -> Non
         ValueError: a null pointer, a negative size, or ranges that overlap.
     """
     load().copy_bytes(
-        _address("dst_ptr", dst_ptr),
-        _address("src_ptr", src_ptr),
-        _integer("nbytes", nbytes),
-        _integer("threads", threads),
+        address("dst_ptr", dst_ptr),
+        address("src_ptr", src_ptr),
+        integer("nbytes", nbytes),
+        integer("threads", threads),
     )
 
 
@@ -233,6 +217,11 @@ def adamw_step(
     step: int,
     grad_scale: float = 1.0,
     threads: int = 0,
+    moments: str = "float32",
+    exp_avg_scale_ptr: int = 0,
+    exp_avg_sq_scale_ptr: int = 0,
+    seed: int = 0,
+    base: int = 0,
 ) -> None:
     """One AdamW update of `n` elements in place, with decoupled weight decay.
 
@@ -246,36 +235,139 @@ def adamw_step(
     rounding per operation (the lerp is one fused multiply-add, as in torch) and subnormal numbers
     kept. Any number of threads and any SIMD level give the same bits.
 
+    With `moments` other than "float32" they are expanded to fp32, updated, used for the parameter
+    and then rounded. The random bits of that are a function of (seed, step, base + element), so
+    they do not depend on threads or SIMD level, nor on splitting a tensor into several calls at
+    multiples of MOMENT_BLOCK elements with `base` set.
+
+    "bfloat16": both moments rounded stochastically.
+
+    "int8": one byte per value, and per MOMENT_BLOCK values one fp32 scale, the power of two of the
+    largest magnitude. exp_avg: sign, 3 bits exponent, 4 bits fraction, rounded to nearest (at most
+    1/32 of a value down to 2**-6 of the scale; multiples of 2**-10 of it below). exp_avg_sq: its
+    square root, 4 bits exponent, 4 bits fraction, rounded stochastically (at most 1/16, down to
+    2**-14 of the scale), never from above zero to zero. Zeroed bytes and scales are zero moments.
+    An element with an infinite or NaN moment is stored as such (exp_avg reads back as NaN,
+    exp_avg_sq as infinity) and leaves its neighbours and their scale alone; a huge finite one
+    makes its block's scale large, so that small neighbours round to zero in exp_avg and up in
+    exp_avg_sq (smaller steps, never larger ones). exp_avg below 2**-126 and the square root of
+    exp_avg_sq below 2**-74 are too small to be held.
+
     Args:
         param_ptr: the parameter, `param_dtype` ("float32", "bfloat16" or "float16").
         grad_ptr: the gradient, `grad_dtype`; only read.
-        exp_avg_ptr, exp_avg_sq_ptr: the moments m and v, fp32.
+        exp_avg_ptr, exp_avg_sq_ptr: the moments m and v: fp32, bf16 or bytes, as `moments` says.
         master_ptr: the parameter in fp32, updated instead, with `param` written from it rounded to
             nearest even; 0 for none, and then p is read from `param`, and rounded back to it.
         n: elements; may be 0.
         step: 1 for the first update.
         threads: 0 for all usable cores; never more than those.
+        moments: "float32", "bfloat16" or "int8".
+        exp_avg_scale_ptr, exp_avg_sq_scale_ptr: for "int8", ceil(n / MOMENT_BLOCK)
+            fp32 scales each.
+        seed: of the random bits, 0 to 2**64 - 1; only the moments "bfloat16" and "int8" use any.
+        base: the place of the first element in its tensor, a multiple of MOMENT_BLOCK.
 
     Raises:
         ValueError: a dtype or number not accepted, a null pointer with n > 0, ranges that overlap.
     """
     load().adamw_step(
-        _address("param_ptr", param_ptr),
+        address("param_ptr", param_ptr),
         param_dtype,
-        _address("grad_ptr", grad_ptr),
+        address("grad_ptr", grad_ptr),
         grad_dtype,
-        _address("exp_avg_ptr", exp_avg_ptr),
-        _address("exp_avg_sq_ptr", exp_avg_sq_ptr),
-        _address("master_ptr", master_ptr),
-        _integer("n", n),
+        address("exp_avg_ptr", exp_avg_ptr),
+        address("exp_avg_sq_ptr", exp_avg_sq_ptr),
+        address("master_ptr", master_ptr),
+        integer("n", n),
         lr,
         beta1,
         beta2,
         eps,
         weight_decay,
-        _integer("step", step),
+        integer("step", step),
         grad_scale,
-        _integer("threads", threads),
+        integer("threads", threads),
+        moments,
+        address("exp_avg_scale_ptr", exp_avg_scale_ptr),
+        address("exp_avg_sq_scale_ptr", exp_avg_sq_scale_ptr),
+        checked_seed(seed),
+        integer("base", base),
+    )
+
+
+def moments_to_float32(
+    stored_ptr: int,
+    scale_ptr: int,
+    float_ptr: int,
+    n: int,
+    *,
+    moments: str,
+    which: str,
+    threads: int = 0,
+) -> None:
+    """Expands `n` stored moments to fp32; exact for every value that `adamw_step` stores.
+
+    A tensor may be expanded in parts that start at multiples of MOMENT_BLOCK elements.
+
+    Args:
+        stored_ptr: the stored moments, as `moments` ("float32", "bfloat16" or "int8") says.
+        scale_ptr: their ceil(n / MOMENT_BLOCK) fp32 scales for "int8", else 0.
+        float_ptr: `n` fp32 numbers, written.
+        which: "exp_avg" or "exp_avg_sq"; the 8-bit forms differ.
+        threads: 0 for all usable cores; never more than those.
+
+    Raises:
+        ValueError: a name not accepted, a null pointer with n > 0, ranges that overlap.
+    """
+    load().moments_to_float32(
+        address("stored_ptr", stored_ptr),
+        address("scale_ptr", scale_ptr),
+        address("float_ptr", float_ptr),
+        integer("n", n),
+        moments,
+        which,
+        integer("threads", threads),
+    )
+
+
+def moments_from_float32(
+    float_ptr: int,
+    stored_ptr: int,
+    scale_ptr: int,
+    n: int,
+    *,
+    moments: str,
+    which: str,
+    seed: int = 0,
+    step: int = 0,
+    base: int = 0,
+    threads: int = 0,
+) -> None:
+    """Rounds `n` fp32 moments to the stored form, with the rounding of `adamw_step`.
+
+    Storing what `moments_to_float32` gave yields the bytes and scales it was given, bit for bit.
+    (Of non-finite numbers too; -0.0 becomes 0.0 in the 8-bit exp_avg.)
+
+    Args:
+        float_ptr: `n` fp32 numbers; only read.
+        stored_ptr, scale_ptr, moments, which, threads: as for `moments_to_float32`; written.
+        seed, step, base: where the random bits come from, as in `adamw_step`.
+
+    Raises:
+        ValueError: a name or number not accepted, a null pointer with n > 0, ranges that overlap.
+    """
+    load().moments_from_float32(
+        address("float_ptr", float_ptr),
+        address("stored_ptr", stored_ptr),
+        address("scale_ptr", scale_ptr),
+        integer("n", n),
+        moments,
+        which,
+        checked_seed(seed),
+        integer("step", step),
+        integer("base", base),
+        integer("threads", threads),
     )
 
 
@@ -289,7 +381,7 @@ def grad_stats(grad_ptr: int, dtype: str, n: int, threads: int = 0) -> tuple[flo
         ValueError: a dtype not accepted, a negative n, a null pointer with n > 0.
     """
     squares, nonfinite = load().grad_stats(
-        _address("grad_ptr", grad_ptr), dtype, _integer("n", n), _integer("threads", threads)
+        address("grad_ptr", grad_ptr), dtype, integer("n", n), integer("threads", threads)
     )
     return float(squares), int(nonfinite)
 
@@ -329,7 +421,7 @@ def wait_event(event: int, *, device: int = 0, timeout: float | None = None) -> 
     module = load()
     try:
         done = module.wait_event(
-            _address("event", event), device, -1.0 if timeout is None else max(timeout, 0.0)
+            address("event", event), device, -1.0 if timeout is None else max(timeout, 0.0)
         )
     except module.DriverError as error:
         raise StateError(f"waiting for a CUDA event failed: {error}") from None
@@ -345,7 +437,7 @@ def event_done(event: int, *, device: int = 0) -> bool:
     """
     module = load()
     try:
-        return bool(module.event_done(_address("event", event), device))
+        return bool(module.event_done(address("event", event), device))
     except module.DriverError as error:
         raise StateError(f"checking a CUDA event failed: {error}") from None
 
@@ -373,9 +465,9 @@ def register_memory(ptr: int, nbytes: int, *, device: int = 0) -> str:
     Raises:
         ValueError: a null pointer or a negative size.
     """
-    return str(load().register_memory(_address("ptr", ptr), _integer("nbytes", nbytes), device))
+    return str(load().register_memory(address("ptr", ptr), integer("nbytes", nbytes), device))
 
 
 def unregister_memory(ptr: int, *, device: int = 0) -> str:
     """Undoes `register_memory`; returns "" or the driver's reason to refuse."""
-    return str(load().unregister_memory(_address("ptr", ptr), device))
+    return str(load().unregister_memory(address("ptr", ptr), device))

@@ -63,6 +63,20 @@ def test_good_arguments_are_accepted() -> None:
         ({"step": -3}, "step=-3"),
         ({"grad_scale": float("nan")}, "grad_scale=nan"),
         ({"threads": -1}, "threads=-1"),
+        ({"moments": "fp8"}, "moments='fp8' is not one of 'float32', 'bfloat16', 'int8'"),
+        ({"moments": "int8"}, "exp_avg_scale_ptr is a null pointer; 4 bytes were expected"),
+        ({"moments": "bfloat16", "base": 128}, "base=128: expected a multiple of 256"),
+        ({"base": -256}, "base=-256"),
+        ({"seed": -1}, "seed=-1: expected 0 to"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616"),
+        (
+            {
+                "moments": "int8",
+                "exp_avg_scale_ptr": BUFFERS[4].data_ptr(),
+                "exp_avg_sq_scale_ptr": BUFFERS[4].data_ptr() + 3,
+            },
+            "exp_avg_scale_ptr and exp_avg_sq_scale_ptr overlap",
+        ),
         ({"threads": 1 << 40}, "threads="),
     ],
 )
@@ -85,6 +99,10 @@ def test_adamw_refuses_values(change: dict[str, Any], words: str) -> None:
         {"lr": "fast"},
         {"param_dtype": torch.float32},
         {"threads": 2.5},
+        {"seed": 1.5},
+        {"base": "0"},
+        {"moments": None},
+        {"exp_avg_scale_ptr": None},
     ],
 )
 def test_adamw_refuses_types(change: dict[str, Any]) -> None:
@@ -116,6 +134,37 @@ def test_values_are_checked_even_for_no_elements() -> None:
 def test_grad_stats_refuses_values(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         _native.grad_stats(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"moments": "nf4"}, "moments='nf4'"),
+        ({"which": "v"}, "which='v' is not one of 'exp_avg', 'exp_avg_sq'"),
+        ({"n": -1}, "n=-1"),
+        ({"float_ptr": 0}, "float_ptr is a null pointer; 32 bytes"),
+        ({"stored_ptr": 0}, "stored_ptr is a null pointer; 8 bytes"),
+        ({"scale_ptr": 0}, "scale_ptr is a null pointer; 4 bytes"),
+        ({"stored_ptr": BUFFERS[0].data_ptr() + 8}, "overlap"),
+        ({"threads": -1}, "threads=-1"),
+    ],
+)
+def test_moment_conversions_refuse_values(change: dict[str, Any], words: str) -> None:
+    good: dict[str, Any] = {
+        "float_ptr": BUFFERS[0].data_ptr(),
+        "stored_ptr": BUFFERS[1].data_ptr(),
+        "scale_ptr": BUFFERS[2].data_ptr(),
+        "n": N,
+        "moments": "int8",
+        "which": "exp_avg",
+    }
+    before = BUFFERS.clone()
+    for convert in (_native.moments_from_float32, _native.moments_to_float32):
+        with pytest.raises(ValueError, match=words):
+            convert(**{**good, **change})
+    with pytest.raises(ValueError, match="base=7"):
+        _native.moments_from_float32(**good, base=7)
+    assert torch.equal(BUFFERS, before)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ namespace ts {
 namespace {
 
 constexpr std::size_t kChunkElements = 1 << 16;
+// Moments that are not fp32 pass through fp32 buffers of this many elements, which stay in the
+// first-level cache.
+constexpr std::size_t kStageElements = 4 * kMomentBlock;
 
 void require(bool holds, const char* name, double value, const char* expected) {
   if (holds) return;
@@ -40,6 +43,37 @@ AdamWScalars scalars(const AdamWOptions& options) {
   return s;
 }
 
+AdamWRange range_of(const AdamWTensors& t, std::size_t first, std::size_t count, float* exp_avg,
+                    float* exp_avg_sq) {
+  return {static_cast<char*>(t.param) + first * element_bytes(t.param_dtype),
+          static_cast<const char*>(t.grad) + first * element_bytes(t.grad_dtype),
+          exp_avg,
+          exp_avg_sq,
+          t.master != nullptr ? t.master + first : nullptr,
+          count};
+}
+
+// The same update with moments that are expanded before and rounded after it: the parameter sees
+// the new moments in fp32.
+void update_staged(AdamWKernel kernel, const AdamWScalars& s, const AdamWTensors& t,
+                   std::size_t first, std::size_t count, std::uint64_t key,
+                   std::uint64_t first_block) {
+  alignas(64) float exp_avg[kStageElements];
+  alignas(64) float exp_avg_sq[kStageElements];
+  for (std::size_t done = 0; done < count; done += kStageElements) {
+    const std::size_t at = first + done;
+    const std::size_t now = std::min(kStageElements, count - done);
+    const std::size_t block = at / kMomentBlock;
+    const StoredMoment m = advanced(t.exp_avg, block);
+    const StoredMoment v = advanced(t.exp_avg_sq, block);
+    decode(m, exp_avg, now);
+    decode(v, exp_avg_sq, now);
+    kernel(s, range_of(t, at, now, exp_avg, exp_avg_sq));
+    encode(exp_avg, m, now, key, first_block + block);
+    encode(exp_avg_sq, v, now, key, first_block + block);
+  }
+}
+
 }  // namespace
 
 void check_options(const AdamWOptions& o) {
@@ -53,25 +87,26 @@ void check_options(const AdamWOptions& o) {
   require(std::isfinite(o.grad_scale), "grad_scale", o.grad_scale, "a finite number");
 }
 
-void adamw_step(const AdamWTensors& t, const AdamWOptions& options, int threads) {
+void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Rounding& rounding,
+                int threads) {
   if (t.count == 0) return;
   const AdamWScalars s = scalars(options);
   const AdamWKernel kernel = kernels().adamw[static_cast<int>(t.param_dtype)]
                                             [static_cast<int>(t.grad_dtype)]
                                             [t.master != nullptr ? 1 : 0];
-  const std::size_t param_bytes = element_bytes(t.param_dtype);
-  const std::size_t grad_bytes = element_bytes(t.grad_dtype);
+  const std::uint64_t key = random_key(rounding.seed, static_cast<std::uint64_t>(options.step));
+  const bool staged = t.exp_avg.type != MomentType::float32;
   const std::size_t chunks = (t.count + kChunkElements - 1) / kChunkElements;
   parallel_for(chunks, effective_threads(threads), [&](std::size_t chunk) {
     const DefaultFloatMode float_mode;
     const std::size_t first = chunk * kChunkElements;
-    const AdamWRange range{static_cast<char*>(t.param) + first * param_bytes,
-                           static_cast<const char*>(t.grad) + first * grad_bytes,
-                           t.exp_avg + first,
-                           t.exp_avg_sq + first,
-                           t.master != nullptr ? t.master + first : nullptr,
-                           std::min(kChunkElements, t.count - first)};
-    kernel(s, range);
+    const std::size_t count = std::min(kChunkElements, t.count - first);
+    if (staged) {
+      update_staged(kernel, s, t, first, count, key, rounding.block);
+    } else {
+      kernel(s, range_of(t, first, count, static_cast<float*>(t.exp_avg.values) + first,
+                         static_cast<float*>(t.exp_avg_sq.values) + first));
+    }
   });
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "dtype.h"
+#include "moments.h"
 
 namespace ts {
 
@@ -18,16 +19,24 @@ struct AdamWTensors {
   DType param_dtype;
   const void* grad;
   DType grad_dtype;
-  float* exp_avg;
-  float* exp_avg_sq;
+  StoredMoment exp_avg;
+  StoredMoment exp_avg_sq;
   float* master;  // or nullptr
   std::size_t count;
+};
+
+// Where the random bits that round moments come from.
+struct Rounding {
+  std::uint64_t seed;
+  std::uint64_t block;  // the tensors' first element is the first of this block
 };
 
 // Throws std::invalid_argument for values outside AdamW's domain.
 void check_options(const AdamWOptions& options);
 
-// Elements are independent, so the result does not depend on `threads` or on the chunking.
-void adamw_step(const AdamWTensors& tensors, const AdamWOptions& options, int threads);
+// Elements (with 8-bit moments, blocks) are independent and random bits depend on the place of an
+// element alone, so the result does not depend on `threads` or on the chunking.
+void adamw_step(const AdamWTensors& tensors, const AdamWOptions& options, const Rounding& rounding,
+                int threads);
 
 }  // namespace ts

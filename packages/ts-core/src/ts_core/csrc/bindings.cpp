@@ -31,28 +31,92 @@ void py_copy_bytes(Address to, Address from, long long bytes, long long threads)
   copy_bytes(pointer<void>(to), pointer<const void>(from), count, wanted);
 }
 
+std::uint64_t first_block(long long base) {
+  if (base < 0 || base % kMomentBlock != 0) {
+    throw std::invalid_argument("base=" + std::to_string(base) +
+                                ": expected a multiple of " + std::to_string(kMomentBlock) +
+                                ", 0 or more");
+  }
+  return static_cast<std::uint64_t>(base / kMomentBlock);
+}
+
 void py_adamw_step(Address param, const std::string& param_dtype, Address grad,
                    const std::string& grad_dtype, Address exp_avg, Address exp_avg_sq,
                    Address master, long long n, double lr, double beta1, double beta2, double eps,
-                   double weight_decay, long long step, double grad_scale, long long threads) {
+                   double weight_decay, long long step, double grad_scale, long long threads,
+                   const std::string& moments, Address exp_avg_scale, Address exp_avg_sq_scale,
+                   std::uint64_t seed, long long base) {
   const DType param_type = parse_dtype("param_dtype", param_dtype);
   const DType grad_type = parse_dtype("grad_dtype", grad_dtype);
+  const MomentType moment_type = parse_moments(moments);
   const AdamWOptions options{lr, beta1, beta2, eps, weight_decay, step, grad_scale};
   check_options(options);
   const std::size_t count = checked_count("n", n, sizeof(float));
   const std::uint64_t wide = count * sizeof(float);
+  const std::uint64_t moment = count * moment_bytes(moment_type);
+  const std::uint64_t scales = scale_bytes(moment_type, count);
   check_ranges({{"param_ptr", param, count * element_bytes(param_type)},
                 {"grad_ptr", grad, count * element_bytes(grad_type)},
-                {"exp_avg_ptr", exp_avg, wide},
-                {"exp_avg_sq_ptr", exp_avg_sq, wide},
+                {"exp_avg_ptr", exp_avg, moment},
+                {"exp_avg_sq_ptr", exp_avg_sq, moment},
+                {"exp_avg_scale_ptr", exp_avg_scale, scales},
+                {"exp_avg_sq_scale_ptr", exp_avg_sq_scale, scales},
                 {"master_ptr", master, master != 0 ? wide : 0}});
   const int wanted = checked_threads(threads);
-  const AdamWTensors tensors{pointer<void>(param),       param_type,
-                             pointer<const void>(grad),  grad_type,
-                             pointer<float>(exp_avg),    pointer<float>(exp_avg_sq),
-                             pointer<float>(master),     count};
+  const Rounding rounding{seed, first_block(base)};
+  const bool scaled = moment_type == MomentType::int8;
+  const AdamWTensors tensors{
+      pointer<void>(param),
+      param_type,
+      pointer<const void>(grad),
+      grad_type,
+      {moment_type, Moment::exp_avg, pointer<void>(exp_avg),
+       pointer<float>(scaled ? exp_avg_scale : 0)},
+      {moment_type, Moment::exp_avg_sq, pointer<void>(exp_avg_sq),
+       pointer<float>(scaled ? exp_avg_sq_scale : 0)},
+      pointer<float>(master),
+      count};
   const GilReleased unlocked;
-  adamw_step(tensors, options, wanted);
+  adamw_step(tensors, options, rounding, wanted);
+}
+
+StoredMoment stored_moment(Address values, Address scales, const std::string& moments,
+                           const std::string& which) {
+  const MomentType type = parse_moments(moments);
+  if (which != "exp_avg" && which != "exp_avg_sq") {
+    throw std::invalid_argument("which='" + which + "' is not one of 'exp_avg', 'exp_avg_sq'");
+  }
+  return {type, which == "exp_avg" ? Moment::exp_avg : Moment::exp_avg_sq, pointer<void>(values),
+          pointer<float>(type == MomentType::int8 ? scales : 0)};
+}
+
+void py_moments_to_float32(Address values, Address scales, Address to, long long n,
+                           const std::string& moments, const std::string& which,
+                           long long threads) {
+  const StoredMoment moment = stored_moment(values, scales, moments, which);
+  const std::size_t count = checked_count("n", n, sizeof(float));
+  check_ranges({{"stored_ptr", values, count * moment_bytes(moment.type)},
+                {"scale_ptr", scales, scale_bytes(moment.type, count)},
+                {"float_ptr", to, count * sizeof(float)}});
+  const int wanted = checked_threads(threads);
+  const GilReleased unlocked;
+  moments_to_float32(moment, pointer<float>(to), count, wanted);
+}
+
+void py_moments_from_float32(Address from, Address values, Address scales, long long n,
+                             const std::string& moments, const std::string& which,
+                             std::uint64_t seed, long long step, long long base,
+                             long long threads) {
+  const StoredMoment moment = stored_moment(values, scales, moments, which);
+  const std::size_t count = checked_count("n", n, sizeof(float));
+  check_ranges({{"float_ptr", from, count * sizeof(float)},
+                {"stored_ptr", values, count * moment_bytes(moment.type)},
+                {"scale_ptr", scales, scale_bytes(moment.type, count)}});
+  const int wanted = checked_threads(threads);
+  const std::uint64_t block = first_block(base);
+  const std::uint64_t key = random_key(seed, static_cast<std::uint64_t>(step));
+  const GilReleased unlocked;
+  moments_from_float32(pointer<const float>(from), moment, count, key, block, wanted);
 }
 
 py::tuple py_grad_stats(Address grad, const std::string& dtype, long long n, long long threads) {
@@ -161,6 +225,9 @@ PYBIND11_MODULE(_host, m) {
 
   m.def("copy_bytes", &py_copy_bytes);
   m.def("adamw_step", &py_adamw_step);
+  m.def("moments_to_float32", &py_moments_to_float32);
+  m.def("moments_from_float32", &py_moments_from_float32);
+  m.attr("moment_block") = py::int_(kMomentBlock);
   m.def("grad_stats", &py_grad_stats);
 
   m.def("available_simd_levels", &available_simd_levels);

@@ -40,6 +40,22 @@ struct AdamWRange {
 
 using AdamWKernel = void (*)(const AdamWScalars&, const AdamWRange&);
 
+// Values per scale of 8-bit moments, and the unit of the random bits' counter for all moments.
+constexpr int kMomentBlock = 256;
+// Least exponents of the 8-bit scales (see moments_impl.h).
+constexpr int kExpAvgLeastExponent = -116;
+constexpr int kExpAvgSqLeastExponent = -56;
+
+// Both start at the first element of a block. `key` and `block` pick the random bits.
+using DecodeMoments = void (*)(const void* stored, const float* scales, float* to,
+                               std::size_t count);
+using EncodeMoments = void (*)(const float* from, void* stored, float* scales, std::size_t count,
+                               std::uint64_t key, std::uint64_t block);
+struct MomentKernels {  // [0] exp_avg, [1] exp_avg_sq
+  DecodeMoments decode[2];
+  EncodeMoments encode[2];
+};
+
 constexpr int kSquareLanes = 16;
 struct GradSums {
   double squares[kSquareLanes];
@@ -51,6 +67,7 @@ using GradStatsKernel = void (*)(const void* grad, std::size_t count, GradSums& 
 struct KernelTable {
   AdamWKernel adamw[3][3][2];  // [param dtype][grad dtype][has master]
   GradStatsKernel grad_stats[3];
+  MomentKernels moments[2];  // bfloat16, int8
 };
 
 const KernelTable* scalar_kernels();

@@ -14,6 +14,7 @@ namespace {
 #include "convert.h"
 #include "simd_scalar.h"
 #include "simd_avx512.h"
+#include "moments_impl.h"
 #include "kernels_impl.h"
 }  // namespace
 

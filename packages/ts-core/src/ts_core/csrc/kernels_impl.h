@@ -140,5 +140,6 @@ KernelTable make_table() {
                {adamw<V, 2, 1, false>, adamw<V, 2, 1, true>},
                {adamw<V, 2, 2, false>, adamw<V, 2, 2, true>}},
           },
-          {grad_stats<V, 0>, grad_stats<V, 1>, grad_stats<V, 2>}};
+          {grad_stats<V, 0>, grad_stats<V, 1>, grad_stats<V, 2>},
+          {bf16_moments<V>(), int8_moments<V>()}};
 }

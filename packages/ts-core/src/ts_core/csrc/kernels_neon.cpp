@@ -9,6 +9,7 @@ namespace {
 #include "convert.h"
 #include "simd_scalar.h"
 #include "simd_neon.h"
+#include "moments_impl.h"
 #include "kernels_impl.h"
 }  // namespace
 

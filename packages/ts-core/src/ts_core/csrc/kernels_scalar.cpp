@@ -6,6 +6,7 @@ namespace ts {
 namespace {
 #include "convert.h"
 #include "simd_scalar.h"
+#include "moments_impl.h"
 #include "kernels_impl.h"
 }  // namespace
 

@@ -51,6 +51,50 @@ struct Avx2 {
     return count;
   }
 
+  // Integer lanes: unsigned 32 bits unless said otherwise.
+  using Int = __m256i;
+  static __m256i bits(__m256 a) { return _mm256_castps_si256(a); }
+  static __m256 from_bits(__m256i a) { return _mm256_castsi256_ps(a); }
+  static __m256i set1i(std::uint32_t a) { return _mm256_set1_epi32(static_cast<int>(a)); }
+  static __m256i iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  static __m256i addi(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
+  static __m256i subi(__m256i a, __m256i b) { return _mm256_sub_epi32(a, b); }
+  static __m256i muli(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }
+  static __m256i andi(__m256i a, __m256i b) { return _mm256_and_si256(a, b); }
+  static __m256i ori(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
+  static __m256i xori(__m256i a, __m256i b) { return _mm256_xor_si256(a, b); }
+  template <int kBits>
+  static __m256i shl(__m256i a) { return _mm256_slli_epi32(a, kBits); }
+  template <int kBits>
+  static __m256i shr(__m256i a) { return _mm256_srli_epi32(a, kBits); }
+  static __m256i greater(__m256i a, __m256i b) { return _mm256_cmpgt_epi32(a, b); }
+  static __m256i equal(__m256i a, __m256i b) { return _mm256_cmpeq_epi32(a, b); }
+  static __m256i select(__m256i where, __m256i a, __m256i b) {
+    return _mm256_blendv_epi8(b, a, where);
+  }
+  static __m256i maxi(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+  static __m256i mini(__m256i a, __m256i b) { return _mm256_min_epi32(a, b); }
+  static __m256 to_float(__m256i a) { return _mm256_cvtepi32_ps(a); }
+  static __m256i truncate(__m256 a) { return _mm256_cvttps_epi32(a); }
+  static __m256i load_u8(const std::uint8_t* from) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void store_u8(std::uint8_t* to, __m256i a) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(a),
+                                           _mm256_extracti128_si256(a, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
+  }
+  static void store_u16(std::uint16_t* to, __m256i a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+  }
+  static void store_u32(std::uint32_t* to, __m256i a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), a);
+  }
+  static __m256i load_u32(const std::uint32_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+
   struct Squares {
     __m256d lanes[4];
     explicit Squares(const double* from) {

@@ -49,6 +49,45 @@ struct Avx512 {
     return count;
   }
 
+  // Integer lanes: unsigned 32 bits unless said otherwise.
+  using Int = __m512i;
+  static __m512i bits(__m512 a) { return _mm512_castps_si512(a); }
+  static __m512 from_bits(__m512i a) { return _mm512_castsi512_ps(a); }
+  static __m512i set1i(std::uint32_t a) { return _mm512_set1_epi32(static_cast<int>(a)); }
+  static __m512i iota() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  static __m512i addi(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+  static __m512i subi(__m512i a, __m512i b) { return _mm512_sub_epi32(a, b); }
+  static __m512i muli(__m512i a, __m512i b) { return _mm512_mullo_epi32(a, b); }
+  static __m512i andi(__m512i a, __m512i b) { return _mm512_and_epi32(a, b); }
+  static __m512i ori(__m512i a, __m512i b) { return _mm512_or_epi32(a, b); }
+  static __m512i xori(__m512i a, __m512i b) { return _mm512_xor_epi32(a, b); }
+  template <int kBits>
+  static __m512i shl(__m512i a) { return _mm512_slli_epi32(a, kBits); }
+  template <int kBits>
+  static __m512i shr(__m512i a) { return _mm512_srli_epi32(a, kBits); }
+  static __mmask16 greater(__m512i a, __m512i b) { return _mm512_cmpgt_epi32_mask(a, b); }
+  static __mmask16 equal(__m512i a, __m512i b) { return _mm512_cmpeq_epi32_mask(a, b); }
+  static __m512i select(__mmask16 where, __m512i a, __m512i b) {
+    return _mm512_mask_mov_epi32(b, where, a);
+  }
+  static __m512i maxi(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
+  static __m512i mini(__m512i a, __m512i b) { return _mm512_min_epi32(a, b); }
+  static __m512 to_float(__m512i a) { return _mm512_cvtepi32_ps(a); }
+  static __m512i truncate(__m512 a) { return _mm512_cvttps_epi32(a); }
+  static __m512i load_u8(const std::uint8_t* from) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void store_u8(std::uint8_t* to, __m512i a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(a));
+  }
+  static void store_u16(std::uint16_t* to, __m512i a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(a));
+  }
+  static void store_u32(std::uint32_t* to, __m512i a) { _mm512_storeu_si512(to, a); }
+  static __m512i load_u32(const std::uint32_t* from) { return _mm512_loadu_si512(from); }
+
   struct Squares {
     __m512d lanes[2];
     explicit Squares(const double* from) {

@@ -44,6 +44,55 @@ struct Neon {
     return vaddvq_u32(vshrq_n_u32(same, 31));
   }
 
+  // Integer lanes: unsigned 32 bits unless said otherwise.
+  using Int = uint32x4_t;
+  static uint32x4_t bits(float32x4_t a) { return vreinterpretq_u32_f32(a); }
+  static float32x4_t from_bits(uint32x4_t a) { return vreinterpretq_f32_u32(a); }
+  static uint32x4_t set1i(std::uint32_t a) { return vdupq_n_u32(a); }
+  static uint32x4_t iota() {
+    const std::uint32_t lanes[4] = {0, 1, 2, 3};
+    return vld1q_u32(lanes);
+  }
+  static uint32x4_t addi(uint32x4_t a, uint32x4_t b) { return vaddq_u32(a, b); }
+  static uint32x4_t subi(uint32x4_t a, uint32x4_t b) { return vsubq_u32(a, b); }
+  static uint32x4_t muli(uint32x4_t a, uint32x4_t b) { return vmulq_u32(a, b); }
+  static uint32x4_t andi(uint32x4_t a, uint32x4_t b) { return vandq_u32(a, b); }
+  static uint32x4_t ori(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
+  static uint32x4_t xori(uint32x4_t a, uint32x4_t b) { return veorq_u32(a, b); }
+  template <int kBits>
+  static uint32x4_t shl(uint32x4_t a) { return vshlq_n_u32(a, kBits); }
+  template <int kBits>
+  static uint32x4_t shr(uint32x4_t a) { return vshrq_n_u32(a, kBits); }
+  static int32x4_t s(uint32x4_t a) { return vreinterpretq_s32_u32(a); }
+  static uint32x4_t greater(uint32x4_t a, uint32x4_t b) { return vcgtq_s32(s(a), s(b)); }
+  static uint32x4_t equal(uint32x4_t a, uint32x4_t b) { return vceqq_u32(a, b); }
+  static uint32x4_t select(uint32x4_t where, uint32x4_t a, uint32x4_t b) {
+    return vbslq_u32(where, a, b);
+  }
+  static uint32x4_t maxi(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_s32(vmaxq_s32(s(a), s(b)));
+  }
+  static uint32x4_t mini(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_s32(vminq_s32(s(a), s(b)));
+  }
+  static float32x4_t to_float(uint32x4_t a) { return vcvtq_f32_s32(s(a)); }
+  static uint32x4_t truncate(float32x4_t a) { return vreinterpretq_u32_s32(vcvtq_s32_f32(a)); }
+  static uint32x4_t load_u8(const std::uint8_t* from) {
+    std::uint32_t four;
+    memcpy(&four, from, 4);
+    const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
+    return vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
+  }
+  static void store_u8(std::uint8_t* to, uint32x4_t a) {
+    const uint16x4_t words = vmovn_u32(a);
+    const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+    const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+    memcpy(to, &four, 4);
+  }
+  static void store_u16(std::uint16_t* to, uint32x4_t a) { vst1_u16(to, vmovn_u32(a)); }
+  static void store_u32(std::uint32_t* to, uint32x4_t a) { vst1q_u32(to, a); }
+  static uint32x4_t load_u32(const std::uint32_t* from) { return vld1q_u32(from); }
+
   struct Squares {
     float64x2_t lanes[8];
     explicit Squares(const double* from) {
