@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         unwrap,
         wrap,
     )
+    from ts_core.engine.streamed import StreamedModel
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
     from ts_core.optim import OffloadAdamW
@@ -28,6 +29,7 @@ __version__ = "0.8.0"
 _WHERE = {
     "OffloadAdamW": "ts_core.optim",
     "ParamPager": "ts_core.store",
+    "StreamedModel": "ts_core.engine.streamed",
     "TrainStreamError": "ts_core.errors",
     "TrainStreamSession": "ts_core.engine",
     "find_blocks": "ts_core.engine",
@@ -42,6 +44,7 @@ _WHERE = {
 __all__ = [
     "OffloadAdamW",
     "ParamPager",
+    "StreamedModel",
     "TrainStreamError",
     "TrainStreamSession",
     "find_blocks",
