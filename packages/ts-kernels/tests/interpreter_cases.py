@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ts_kernels
-from ts_kernels import _rms_norm, _rms_norm_plan, _softmax_rows, reference
+from ts_kernels import _rms_norm_launch, _rms_norm_plan, _softmax_rows, reference
 from ts_kernels._backend import interpreting, use_triton
 from ts_kernels.testing import assert_rounding_tier
 
@@ -26,8 +26,8 @@ def _launches(monkeypatch):
     assert interpreting()
     count = []
     for module, name in (
-        (_rms_norm, "_launch_forward"),
-        (_rms_norm, "_launch_backward"),
+        (_rms_norm_launch, "_launch_forward"),
+        (_rms_norm_launch, "_launch_backward"),
         (_softmax_rows, "_launch"),
     ):
         launch = getattr(module, name)
@@ -118,7 +118,7 @@ def test_weight_gradient_over_many_programs(monkeypatch):
     x = torch.randn(203, 5)  # 13 tiles of 16 rows: 4 programs of 4, 4, 4 and 1
     weight = torch.randn(5, requires_grad=True)
     plan = _rms_norm_plan.BackwardPlan(8, 0, 16, 4, 4, num_warps=4, stages=3)
-    monkeypatch.setattr(_rms_norm, "backward_plan", lambda *args: plan)
+    monkeypatch.setattr(_rms_norm_launch, "backward_plan", lambda *args: plan)
     (dw,) = torch.autograd.grad(ts_kernels.rms_norm(x, weight, 1e-5).sum(), weight)
     (expected,) = torch.autograd.grad(reference.rms_norm(x, weight, 1e-5).sum(), weight)
     torch.testing.assert_close(dw, expected)

@@ -1,4 +1,4 @@
-"""Runs interpreter_cases.py where Triton interprets its kernels on the CPU."""
+"""Runs interpreter_*cases.py where Triton interprets its kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import pytest
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed on this machine"
 )
-def test_kernels_under_the_interpreter():
-    cases = str(Path(__file__).with_name("interpreter_cases.py"))
+@pytest.mark.parametrize(
+    "file, at_least", [("interpreter_cases.py", 60), ("interpreter_fused_cases.py", 90)]
+)
+def test_kernels_under_the_interpreter(file, at_least):
+    cases = str(Path(__file__).with_name(file))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", cases],
         capture_output=True,
@@ -28,5 +31,5 @@ def test_kernels_under_the_interpreter():
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-8000:]
     passed = re.search(r"(\d+) passed", output)
-    assert passed and int(passed.group(1)) >= 60, output[-2000:]
+    assert passed and int(passed.group(1)) >= at_least, output[-2000:]
     assert "skipped" not in output, output[-2000:]

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ts_kernels._backend import on_device_of, runs_eagerly, use_triton
+from ts_kernels import _rms_norm_launch as launch
+from ts_kernels._backend import runs_eagerly
 from ts_kernels._library import define_op, not_twice_differentiable
-from ts_kernels._rms_norm_plan import backward_plan, forward_plan, mean_factor
-
-# The kernels hold whole rows in registers; wider rows take the PyTorch path.
-_WIDEST = 32768
+from ts_kernels._rms_norm_launch import Form
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True
+) -> Tensor:
     """RMSNorm over the last dimension, with the rounding steps of the Llama formula.
 
         h = x.float();  h = h * rsqrt(mean(h^2) + eps);  y = weight * h.to(x.dtype)
@@ -34,9 +34,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., D], D >= 1; any strides; may be empty. float32, bfloat16, float16 or float64.
         weight: [D], any of these dtypes.
         eps: added to the mean square.
+        offset: added to the weight, in float32: 1 for Gemma.
+        round_first: True: h is rounded to x's dtype before the weight (Llama, Qwen, Mistral).
+            False: only the product is rounded, to x's dtype (Gemma, OLMo 2).
 
     Returns:
-        Contiguous tensor of x's shape; its dtype is torch's promotion of x's and weight's.
+        Contiguous tensor of x's shape; its dtype is torch's promotion of x's and weight's, or x's
+        with `round_first=False`.
 
     Raises:
         ValueError: a shape, dtype or device does not fit.
@@ -45,7 +49,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Example:
         >>> x = torch.randn(2, 3, 8)
         >>> y = rms_norm(x, torch.ones(8), 1e-6)
+        >>> gemma = rms_norm(x, torch.zeros(8), 1e-6, offset=1.0, round_first=False)
     """
+    check_norm(x, weight)
+    if not torch.compiler.is_compiling() and runs_eagerly(x, weight):
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            apply: Any = _EagerRMSNorm.apply
+            y: Tensor = apply(x, weight, Form(eps, offset, round_first))
+            return y
+        return launch.forward(x, None, weight, Form(eps, offset, round_first)).y
+    y = torch.ops.ts_kernels.rms_norm(x, weight, eps, offset, round_first)[0]
+    return y
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    """Raises ValueError where x [..., D] and weight [D] do not fit together."""
     if not (x.is_floating_point() and weight.is_floating_point()):
         raise ValueError(
             f"x has dtype {x.dtype} and weight {weight.dtype}; expected floating dtypes."
@@ -60,100 +78,79 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"x is on {x.device} and weight on {weight.device}; expected one device. Move one of "
             f"them."
         )
-    if not torch.compiler.is_compiling() and runs_eagerly(x, weight):
-        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-            apply: Any = _EagerRMSNorm.apply
-            y: Tensor = apply(x, weight, eps)
-            return y
-        return _forward(x, weight, eps)[0]
-    y = torch.ops.ts_kernels.rms_norm(x, weight, eps)[0]
-    return y
 
 
-def _stat_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _implementation(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    normed = launch.forward(x, None, weight, Form(eps, offset, round_first))
+    return normed.y, normed.rstd
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(y, rstd [...])."""
-    if x.numel() and x.shape[-1] <= _WIDEST and use_triton(x, weight):
-        return _launch_forward(x, weight, eps)
-    h = x.to(_stat_dtype(x))
-    rstd = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    y = weight * (h * rstd).to(x.dtype)
-    return y.contiguous(), rstd.squeeze(-1).contiguous()
-
-
-def _forward_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype)),
-        x.new_empty(x.shape[:-1], dtype=_stat_dtype(x)),
-    )
+def _fake(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_first: bool = True
+) -> tuple[Tensor, Tensor]:
+    return launch.empty_forward(x, weight, Form(eps, offset, round_first))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
+    x, weight, *form = inputs
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, rstd)
+    ctx.form = Form(*form)
 
 
-def _autograd(
-    ctx: Any, dy: Tensor | None, unused: Any
-) -> tuple[Tensor | None, Tensor | None, None]:
+def _autograd(ctx: Any, dy: Tensor | None, unused: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, None, None
+        return (None,) * 5
     x, weight, rstd = ctx.saved_tensors
-    want_x, want_weight, _ = ctx.needs_input_grad
-    dx, dw = torch.ops.ts_kernels.rms_norm_backward(dy, x, weight, rstd, want_x, want_weight)
-    return (dx if want_x else None), (dw if want_weight else None), None
+    want_x, want_weight = ctx.needs_input_grad[:2]
+    dx, dw = torch.ops.ts_kernels.rms_norm_backward(
+        dy, x, weight, rstd, want_x, want_weight, ctx.form.offset, ctx.form.round_first
+    )
+    return (dx if want_x else None), (dw if want_weight else None), None, None, None
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    want_x: bool,
+    want_weight: bool,
+    offset: float = 0.0,
+    round_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dw); a size of 0 if not wanted."""
-    if (
-        x.numel()
-        and x.shape[-1] <= _WIDEST
-        and use_triton(x, weight, dy)
-        and (want_x or want_weight)
-    ):
-        return _launch_backward(dy, x, weight, rstd, want_x, want_weight)
-    dx, dw = x.new_empty(0), weight.new_empty(0)
-    rstd = rstd.unsqueeze(-1)
-    xhat = x.to(rstd.dtype) * rstd
-    wide_dy = dy.to(rstd.dtype)
-    if want_x:
-        wdy = wide_dy * weight.to(rstd.dtype)
-        mean = (wdy * xhat).mean(-1, keepdim=True)
-        dx = ((wdy - xhat * mean) * rstd).to(x.dtype).contiguous()
-    if want_weight:
-        products = wide_dy * xhat.to(x.dtype).to(rstd.dtype)
-        dw = products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-    return dx, dw
+    form = Form(0.0, offset, round_first)
+    return launch.backward(dy, None, x, weight, rstd, form, want_x, want_weight)
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    want_x: bool,
+    want_weight: bool,
+    offset: float = 0.0,
+    round_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        x.new_empty(x.shape if want_x else 0),
-        weight.new_empty(weight.shape if want_weight else 0),
-    )
+    return launch.empty_backward(x, weight, want_x, want_weight)
 
 
 define_op(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _forward,
-    _forward_fake,
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset=0.0, bool round_first=True) "
+    "-> (Tensor, Tensor)",
+    _implementation,
+    _fake,
     _autograd,
     _setup_context,
 )
 define_op(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, bool want_x, "
-    "bool want_weight) -> (Tensor, Tensor)",
+    "bool want_weight, float offset=0.0, bool round_first=True) -> (Tensor, Tensor)",
     _backward,
     _backward_fake,
     not_twice_differentiable("rms_norm", "ts_kernels.reference.rms_norm"),
@@ -164,96 +161,17 @@ class _EagerRMSNorm(torch.autograd.Function):
     """The operator's implementation and autograd, called without torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _forward(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, form: Form) -> Tensor:
+        y, rstd, _ = launch.forward(x, None, weight, form)
         ctx.save_for_backward(x, weight, rstd)
+        ctx.form = form
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or not runs_eagerly(grads[0]):
-            return _autograd(ctx, grads[0], None)  # its operator refuses a second derivative
+            return _autograd(ctx, grads[0], None)[:3]  # its operator refuses a second derivative
         x, weight, rstd = ctx.saved_tensors
         want_x, want_weight, _ = ctx.needs_input_grad
-        dx, dw = _backward(grads[0], x, weight, rstd, want_x, want_weight)
+        dx, dw = launch.backward(grads[0], None, x, weight, rstd, ctx.form, want_x, want_weight)
         return (dx if want_x else None), (dw if want_weight else None), None
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """[..., D] -> [rows, D] with unit column stride, copied only if it must be."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _launch_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from ts_kernels.triton_kernels.rms_norm import rms_norm_forward_kernel
-
-    y, rstd = _forward_fake(x, weight, eps)
-    x2 = _as_rows(x)
-    rows, hidden = x2.shape
-    plan = forward_plan(rows, hidden)
-    width, height, vectorized = plan.reduction
-    with on_device_of(x):
-        rms_norm_forward_kernel[(-(-rows // plan.rows_per_program),)](
-            x2,
-            weight.contiguous(),
-            y,
-            rstd,
-            x2.stride(0),
-            rows,
-            mean_factor(rows, hidden),
-            float(eps),
-            HIDDEN=hidden,
-            ROWS=plan.rows_per_program,
-            STEPS=plan.steps,
-            MORE_STEPS=plan.more_steps,
-            WIDTH=width,
-            HEIGHT=height,
-            VECTORIZED=vectorized,
-            LOG_WIDTH=width.bit_length() - 1,
-            LOG_HEIGHT=height.bit_length() - 1,
-            num_warps=plan.num_warps,
-            enable_fp_fusion=False,
-        )
-    return y, rstd
-
-
-def _launch_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, want_x: bool, want_weight: bool
-) -> tuple[Tensor, Tensor]:
-    from ts_kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, sum_parts_kernel
-
-    x2, dy2 = _as_rows(x), _as_rows(dy)
-    rows, hidden = x2.shape
-    plan = backward_plan(rows, hidden, want_weight, x2.itemsize + dy2.itemsize)
-    dx, dw = _backward_fake(dy, x, weight, rstd, want_x, want_weight)
-    parts = rstd  # not written without a weight gradient
-    if want_weight:
-        parts = torch.empty((plan.programs, hidden), dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        rms_norm_backward_kernel[(plan.programs,)](
-            dy2,
-            x2,
-            weight.contiguous(),
-            rstd,
-            dx,
-            parts,
-            dy2.stride(0),
-            x2.stride(0),
-            rows,
-            plan.tiles_per_program,
-            HIDDEN=hidden,
-            ROWS=plan.rows_per_tile,
-            BLOCK=plan.block,
-            MORE=plan.more,
-            WANT_X=want_x,
-            WANT_WEIGHT=want_weight,
-            STAGES=plan.stages,
-            num_warps=plan.num_warps,
-        )
-        if want_weight:
-            columns = 16
-            sum_parts_kernel[(-(-hidden // columns),)](
-                parts, dw, plan.programs, HIDDEN=hidden, ROWS=64, COLUMNS=columns, num_warps=4
-            )
-    return dx, dw

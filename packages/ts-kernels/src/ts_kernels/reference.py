@@ -17,11 +17,75 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The Llama formula; see `ts_kernels.rms_norm`."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, round_first: bool = True
+) -> Tensor:
+    """The Llama formula; Gemma's with `offset=1, round_first=False`. See `ts_kernels.rms_norm`."""
     h = _wide(x)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * h.to(x.dtype)
+    result_dtype = torch.promote_types(x.dtype, weight.dtype) if round_first else x.dtype
+    if offset:
+        weight = _wide(weight) + offset
+    return (weight * (h.to(x.dtype) if round_first else h)).to(result_dtype)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    round_first: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """See `ts_kernels.add_rms_norm`."""
+    summed = x + residual
+    return rms_norm(summed, weight, eps, offset=offset, round_first=round_first), summed
+
+
+def gated_mlp(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """See `ts_kernels.gated_mlp`."""
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active * up
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    heads_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """See `ts_kernels.rotary`."""
+    cos, sin = (t.unsqueeze(heads_dim - 4) for t in (cos, sin))
+    return _rotated(q, cos, sin, interleaved), _rotated(k, cos, sin, interleaved)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    size = cos.shape[-1]
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        turned = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((-turning[..., size // 2 :], turning[..., : size // 2]), dim=-1)
+    out = (turning * cos + turned * sin).to(x.dtype)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As PEFT writes it; see `ts_kernels.lora_linear`."""
+    result = F.linear(x, weight, bias)
+    update = F.linear(F.linear(x.to(lora_a.dtype), lora_a), lora_b) * scaling
+    return (result + update).to(result.dtype)
 
 
 def _token_losses(

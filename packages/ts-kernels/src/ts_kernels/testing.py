@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,39 @@ def assert_rounding_tier(
     allowed = 2 * (same_dtype.double() - exact).abs().max() + 1e-6 * exact.abs().max().clamp(min=1)
     if not error <= allowed:  # also refuses NaN
         raise AssertionError(f"{what}: error {error.item():.3e}, allowed {allowed.item():.3e}")
+
+
+def compare_with_reference(
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    upstream: Sequence[Tensor],
+    check: Callable[[Tensor, Tensor, Tensor, str], None] = assert_rounding_tier,
+) -> None:
+    """Results and gradients of a kernel in the rounding tier of its reference.
+
+    Args:
+        function, reference: take the inputs, return a tensor or a tuple of tensors.
+        inputs: all require grad; the reference also gets them in float64.
+        upstream: one gradient for each result.
+        check: as `assert_rounding_tier`.
+
+    Raises:
+        AssertionError: a dtype, shape or value is off.
+    """
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    found: list[list[Tensor]] = []
+    ups = list(upstream)
+    for run, given in ((function, inputs), (reference, inputs), (reference, wide)):
+        out = run(*given)
+        outs = out if isinstance(out, tuple) else (out,)
+        ups = [u.to(o.dtype) for u, o in zip(ups, outs, strict=True)]  # rounded the first time
+        found.append([*outs, *torch.autograd.grad(outs, given, ups)])
+    for number, (actual, plain, exact) in enumerate(zip(*found, strict=True)):
+        what = f"result {number} of {len(found[0])}"
+        if actual.dtype != plain.dtype:
+            raise AssertionError(f"{what} is {actual.dtype}, not {plain.dtype}")
+        check(actual, plain, exact, what)
 
 
 class Head(NamedTuple):

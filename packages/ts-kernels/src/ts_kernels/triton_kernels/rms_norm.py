@@ -2,9 +2,13 @@
 """RMSNorm in Triton.
 
     rstd = rsqrt(mean(x^2) + eps)
-    y    = weight * round(x * rstd)                    round: to the dtype of x
-    dx   = rstd * (wdy - xhat * mean(wdy * xhat))      wdy = weight * dy, xhat = x * rstd
+    y    = w * round(x * rstd)                         round: to the dtype of x (ROUND_FIRST)
+    dx   = rstd * (wdy - xhat * mean(wdy * xhat))      wdy = w * dy, xhat = x * rstd
     dw   = sum over rows of dy * round(xhat)
+
+with w = weight + OFFSET. Without ROUND_FIRST nothing is rounded before y is stored. With a residual
+x is round(x + residual), which is stored too, and the gradient that reaches that sum from elsewhere
+is added to dx.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
@@ -78,10 +82,35 @@ def _load_steps(x_ptr, row, row_ok, x_stride, col, HIDDEN: tl.constexpr):
 
 
 @triton.jit
-def _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN: tl.constexpr):
-    """Writes weight * round(x * rstd) of the rows at columns col [STEPS, SPAN]."""
+def _add_residual(x, residual_ptr, sum_ptr, row, row_ok, stride, col, HIDDEN: tl.constexpr):
+    """round(x + residual) at columns col [STEPS, SPAN], which is also written to sum."""
+    residual = _load_steps(residual_ptr, row, row_ok, stride, col, HIDDEN)
+    x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    ok = row_ok[:, None, None] & (col < HIDDEN)[None, :, :]
+    tl.store(sum_ptr + row[:, None, None] * HIDDEN + col[None, :, :], x, mask=ok)
+    return x
+
+
+@triton.jit
+def _store_steps(
+    x,
+    rstd,
+    weight_ptr,
+    y_ptr,
+    row,
+    row_ok,
+    col,
+    HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """Writes w * round(x * rstd) of the rows at columns col [STEPS, SPAN]."""
     weight = tl.load(weight_ptr + col, mask=col < HIDDEN, other=0.0).to(tl.float32)
-    xhat = (x.to(tl.float32) * rstd[:, None, None]).to(x.dtype).to(tl.float32)
+    if OFFSET != 0:
+        weight += OFFSET
+    xhat = x.to(tl.float32) * rstd[:, None, None]
+    if ROUND_FIRST:
+        xhat = xhat.to(x.dtype).to(tl.float32)
     y = (weight[None, :, :] * xhat).to(y_ptr.dtype.element_ty)
     ok = row_ok[:, None, None] & (col < HIDDEN)[None, :, :]
     tl.store(y_ptr + row[:, None, None] * HIDDEN + col[None, :, :], y, mask=ok)
@@ -90,14 +119,20 @@ def _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN: tl.conste
 @triton.jit(do_not_specialize=["rows", "mean_factor", "eps"])
 def rms_norm_forward_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     y_ptr,
+    sum_ptr,
     rstd_ptr,
     x_stride,
+    residual_stride,
     rows,
     mean_factor,
     eps,
     HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     MORE_STEPS: tl.constexpr,
@@ -124,6 +159,12 @@ def rms_norm_forward_kernel(
         more_col = tl.arange(0, MORE_STEPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         more_col += STEPS * SPAN
         more_x = _load_steps(x_ptr, row, row_ok, x_stride, more_col, HIDDEN)
+    if HAS_RESIDUAL:
+        x = _add_residual(x, residual_ptr, sum_ptr, row, row_ok, residual_stride, col, HIDDEN)
+        if MORE_STEPS > 0:
+            more_x = _add_residual(
+                more_x, residual_ptr, sum_ptr, row, row_ok, residual_stride, more_col, HIDDEN
+            )
 
     h = x.to(tl.float32)
     acc = _add_steps(tl.zeros([ROWS, SPAN], tl.float32), h * h, ROWS, STEPS, SPAN)
@@ -135,9 +176,11 @@ def rms_norm_forward_kernel(
     rstd = tl.rsqrt(variance + tl.full([], eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row_ok)
 
-    _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN)
+    _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN, OFFSET, ROUND_FIRST)
     if MORE_STEPS > 0:
-        _store_steps(more_x, rstd, weight_ptr, y_ptr, row, row_ok, more_col, HIDDEN)
+        _store_steps(
+            more_x, rstd, weight_ptr, y_ptr, row, row_ok, more_col, HIDDEN, OFFSET, ROUND_FIRST
+        )
 
 
 @triton.jit
@@ -146,24 +189,29 @@ def _load_block(ptr, row, stride, col, ok):
 
 
 @triton.jit
-def _store_dx(wdy, xhat, mean, rstd, dx_ptr, row, col, ok, HIDDEN: tl.constexpr):
-    dx = ((wdy - xhat * mean[:, None]) * rstd[:, None]).to(dx_ptr.dtype.element_ty)
-    tl.store(dx_ptr + row[:, None] * HIDDEN + col[None, :], dx, mask=ok)
+def _store_dx(wdy, xhat, mean, rstd, more_dx, dx_ptr, row, col, ok, HIDDEN: tl.constexpr):
+    dx = (wdy - xhat * mean[:, None]) * rstd[:, None] + more_dx
+    tl.store(dx_ptr + row[:, None] * HIDDEN + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def rms_norm_backward_kernel(
     dy_ptr,
+    dsum_ptr,
     x_ptr,
     weight_ptr,
     rstd_ptr,
     dx_ptr,
     dw_parts_ptr,
     dy_stride,
+    dsum_stride,
     x_stride,
     rows,
     tiles,
     HIDDEN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_DSUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     MORE: tl.constexpr,
@@ -179,12 +227,13 @@ def rms_norm_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     col_ok = col < HIDDEN
-    weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32) + OFFSET
     acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     if MORE > 0:
         more_col = BLOCK + tl.arange(0, MORE)
         more_col_ok = more_col < HIDDEN
         more_weight = tl.load(weight_ptr + more_col, mask=more_col_ok, other=0.0).to(tl.float32)
+        more_weight += OFFSET
         more_acc = tl.zeros([ROWS, MORE], dtype=tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
@@ -194,10 +243,19 @@ def rms_norm_backward_kernel(
         x = _load_block(x_ptr, row, x_stride, col, ok)
         dy = _load_block(dy_ptr, row, dy_stride, col, ok).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row_ok, other=0.0)
+        if HAS_DSUM:
+            dsum = _load_block(dsum_ptr, row, dsum_stride, col, ok).to(tl.float32)
+        else:
+            dsum = 0.0
         if MORE > 0:
             more_ok = row_ok[:, None] & more_col_ok[None, :]
             more_x = _load_block(x_ptr, row, x_stride, more_col, more_ok)
             more_dy = _load_block(dy_ptr, row, dy_stride, more_col, more_ok).to(tl.float32)
+            if HAS_DSUM:
+                more_dsum = _load_block(dsum_ptr, row, dsum_stride, more_col, more_ok)
+                more_dsum = more_dsum.to(tl.float32)
+            else:
+                more_dsum = 0.0
         xhat = x.to(tl.float32) * rstd[:, None]
         wdy = dy * weight[None, :]
         total = tl.sum(wdy * xhat, axis=1)
@@ -207,13 +265,28 @@ def rms_norm_backward_kernel(
             total += tl.sum(more_wdy * more_xhat, axis=1)
         if WANT_X:
             mean = total / HIDDEN
-            _store_dx(wdy, xhat, mean, rstd, dx_ptr, row, col, ok, HIDDEN)
+            _store_dx(wdy, xhat, mean, rstd, dsum, dx_ptr, row, col, ok, HIDDEN)
             if MORE > 0:
-                _store_dx(more_wdy, more_xhat, mean, rstd, dx_ptr, row, more_col, more_ok, HIDDEN)
+                _store_dx(
+                    more_wdy,
+                    more_xhat,
+                    mean,
+                    rstd,
+                    more_dsum,
+                    dx_ptr,
+                    row,
+                    more_col,
+                    more_ok,
+                    HIDDEN,
+                )
         if WANT_WEIGHT:
-            acc += dy * xhat.to(x.dtype).to(tl.float32)
+            if ROUND_FIRST:
+                xhat = xhat.to(x.dtype).to(tl.float32)
+            acc += dy * xhat
             if MORE > 0:
-                more_acc += more_dy * more_xhat.to(x.dtype).to(tl.float32)
+                if ROUND_FIRST:
+                    more_xhat = more_xhat.to(x.dtype).to(tl.float32)
+                more_acc += more_dy * more_xhat
     if WANT_WEIGHT:
         parts = dw_parts_ptr + program * HIDDEN
         tl.store(parts + col, tl.sum(acc, axis=0), mask=col_ok)
