@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         unwrap,
         wrap,
     )
+    from ts_core.engine.kv_cache import PagedKVCache
     from ts_core.engine.streamed import StreamedModel
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
@@ -28,6 +29,7 @@ __version__ = "0.8.0"
 
 _WHERE = {
     "OffloadAdamW": "ts_core.optim",
+    "PagedKVCache": "ts_core.engine.kv_cache",
     "ParamPager": "ts_core.store",
     "StreamedModel": "ts_core.engine.streamed",
     "TrainStreamError": "ts_core.errors",
@@ -43,6 +45,7 @@ _WHERE = {
 
 __all__ = [
     "OffloadAdamW",
+    "PagedKVCache",
     "ParamPager",
     "StreamedModel",
     "TrainStreamError",
