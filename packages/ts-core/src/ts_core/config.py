@@ -257,7 +257,6 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _OFF = _one_of("auto", False, None)
 _ZERO = _one_of(0, False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optimizer_mode": (_one_of("cpu"), "'cpu'"),
     "activation_offload": (
         lambda v: v == "auto" or v is False or v == 0,
         "'auto' or False (activations stay)",
@@ -275,9 +274,7 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_paging": (_one_of(False), "False"),
     "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),
-    "moment_dtype": (_one_of("auto", "float32"), "'auto' or 'float32'"),
     "distributed": (_one_of(None, False), "None or False"),
-    "guard_params": (_one_of(True), "True"),
     "prefetch_depth": (_one_of(1), "1 (activations are not paged yet)"),
     "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
     "max_activation_slowdown": (_one_of(0.15), "0.15 (activations are not paged yet)"),

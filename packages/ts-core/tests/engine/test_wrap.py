@@ -85,9 +85,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("optimizer_mode", "gpu"),
-        ("optimizer_mode", "auto"),
-        ("optimizer_mode", "hybrid"),
         ("activation_offload", True),
         ("activation_offload", 0.5),
         ("recompute", True),
@@ -101,9 +98,7 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
         ("moe_paging", True),
         ("host_arena", 1 << 20),
         ("peer", 1 << 20),
-        ("moment_dtype", "int8"),
         ("distributed", True),
-        ("guard_params", False),
         ("prefetch_depth", 2),
         ("cuda_graphs", True),
     ],

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ts_core import OffloadAdamW
-from ts_core.errors import DataError, NotAvailableError, OptionError, StateError
+from ts_core.errors import DataError, OptionError, StateError
 from ts_core.optim import convert_optimizer
 from ts_core.testing import inject_delays
 
@@ -352,9 +352,17 @@ def test_state_cannot_move_in_the_middle_of_a_step() -> None:
         ({"accumulation_steps": True}, OptionError),
         ({"max_grad_norm": 0.0}, OptionError),
         ({"mode": "fast"}, OptionError),
-        ({"mode": "gpu"}, NotAvailableError),
-        ({"moment_dtype": "int8"}, NotAvailableError),
+        ({"mode": "gpu", "moment_dtype": "int8"}, OptionError),
+        ({"mode": "hybrid", "moment_dtype": "bf16"}, OptionError),
+        ({"mode": "gpu", "pin_moments": False}, OptionError),
+        ({"pin_moments": 1.5}, OptionError),
         ({"moment_dtype": "int4"}, OptionError),
+        ({"moment_dtype": ["int8"]}, OptionError),
+        ({"lr": float("inf")}, OptionError),
+        ({"chunk_elems": 100}, OptionError),
+        ({"chunk_elems": 1025}, OptionError),
+        ({"threads": -1}, OptionError),
+        ({"seed": -1}, OptionError),
         ({"eager": True, "max_grad_norm": 1.0}, OptionError),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -65,6 +66,13 @@ class Device(ABC):
         """Queue `dst <- src` on `stream`; both contiguous, same dtype and size.
 
         The caller keeps both alive and unmodified until an event recorded afterwards has passed.
+        """
+
+    @abstractmethod
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Queue device operations on `stream`: `work` calls them, now (cuda) or there (host).
+
+        The caller keeps their tensors alive until an event recorded afterwards has passed.
         """
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ts_core import _native
@@ -56,6 +58,11 @@ class CudaDevice(Device):
         assert isinstance(stream, CudaStream)
         with torch.cuda.stream(stream.stream):
             dst.copy_(src, non_blocking=True)
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        assert isinstance(stream, CudaStream)
+        with torch.cuda.stream(stream.stream):
+            work()
 
     def delay(self, stream: Stream, seconds: float) -> None:
         assert isinstance(stream, CudaStream)

@@ -136,6 +136,10 @@ class HostDevice(Device):
 
         stream.submit(work)
 
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        assert isinstance(stream, HostStream)
+        stream.submit(work)
+
     def delay(self, stream: Stream, seconds: float) -> None:
         if isinstance(stream, HostStream):
             stream.submit(lambda: time.sleep(seconds))

@@ -13,7 +13,7 @@ from ts_core.schedule import ModelProfile
 from ts_core.store.images import leaves_bytes, pageable_leaves
 from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes
 
-STATE_BYTES_PER_VALUE = 8
+FP32_MOMENTS_BYTES = 8.0
 
 
 def block_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Leaf]]:
@@ -22,8 +22,13 @@ def block_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Lea
     return [pageable_leaves(block, shared) for block in blocks]
 
 
-def model_profile(model: nn.Module, leaves: Sequence[Sequence[Leaf]]) -> ModelProfile:
-    """What the model asks of memory, with these leaves pageable."""
+def model_profile(
+    model: nn.Module,
+    leaves: Sequence[Sequence[Leaf]],
+    moment_bytes: float = FP32_MOMENTS_BYTES,
+) -> ModelProfile:
+    """What the model asks of memory, with these leaves pageable and both moments of a trained
+    value in `moment_bytes`."""
     pageable = tuple(leaves_bytes(block) for block in leaves)
     total = sum(stored_bytes(p) for p in model.parameters())
     total += sum(b.numel() * b.element_size() for b in model.buffers())
@@ -33,7 +38,7 @@ def model_profile(model: nn.Module, leaves: Sequence[Sequence[Leaf]]) -> ModelPr
     trained = [p for p in model.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
     low_precision = sum(p.numel() * 4 for p in trained if p.dtype is not torch.float32)
-    state = sum(p.numel() for p in trained) * STATE_BYTES_PER_VALUE
+    state = int(sum(p.numel() for p in trained) * moment_bytes)
     return ModelProfile(
         pageable=pageable,
         fixed_device=total - paged_exact,

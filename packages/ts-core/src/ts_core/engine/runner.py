@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ts_core.store.leaves import is_wrapper
 from ts_core.store.pager import ParamPager, SavedView
 
 _Hook = Callable[[Any], Any]
@@ -131,7 +132,7 @@ def serve_dense(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         key = prefix + name
         dequantize = getattr(parameter, "dequantize", None)
-        if key in state_dict and type(parameter) is not nn.Parameter and dequantize is not None:
+        if key in state_dict and is_wrapper(parameter) and dequantize is not None:
             state_dict[key] = dequantize()
 
 

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
-from ts_core.engine.runner import BlockRunner
+from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
 from ts_core.optim import OffloadAdamW
@@ -78,6 +79,7 @@ class TrainStreamSession:
         self.pager: ParamPager | None = None
         self.runner: BlockRunner | None = None
         self.quantized: dict[str, Any] = {}
+        self.moments = "float32"
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -99,7 +101,11 @@ class TrainStreamSession:
                 self.optimizer.synchronize()
 
         def begin(*_: Any) -> None:
-            settle()
+            if self.optimizer is not None:
+                if torch.is_grad_enabled() and not in_backward():
+                    self.optimizer.drop_failed_backward()
+                if not self.optimizer.guard_params or torch.compiler.is_compiling():
+                    self.optimizer.synchronize()
             if self.runner is not None:
                 self.runner.new_pass()
 

@@ -21,8 +21,10 @@ from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, Sta
 from ts_core.memory.arena import default_arena
 from ts_core.memory.ram import ram_available_bytes
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
+from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
 from ts_core.registry import codecs
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
+from ts_core.schedule.plan import human
 from ts_core.store import Leaf, ParamPager, build_image
 from ts_core.transfer import CopyEngine
 
@@ -67,7 +69,8 @@ def wrap(
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
-        codec = _choose_codec(model, blocks, device, config, log)
+        moments = _choose_moments(model, optimizer, config, log)
+        codec = _choose_codec(model, blocks, device, config, log, moments)
         options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
@@ -86,7 +89,8 @@ def wrap(
         log(f"quantize: {quantized['tensors']} weights stored as {codec}")
     serve_stored(model)
     start_adapters(model, log)
-    return _start(model, optimizer, blocks, device, config, log, {"codec": codec, **quantized})
+    quantized["codec"] = codec
+    return _start(model, optimizer, blocks, device, config, log, quantized, moments)
 
 
 def unwrap(model: ModelT) -> ModelT:
@@ -112,15 +116,17 @@ def _start(
     config: WrapOptions,
     log: EventLog,
     quantized: dict[str, Any],
+    moments: str,
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks)
-    profile = model_profile(model, leaves)
+    profile = model_profile(model, leaves, bytes_per_value(moments))
     plan = make_plan(profile, _machine(device), _plan_options(config, len(blocks)))
     for reason in plan.reasons:
         log(f"plan: {reason}")
     copies = CopyEngine(device, config.max_inflight_bytes)
     session = TrainStreamSession(model, blocks, config, device, copies, plan, log)
     session.quantized = quantized
+    session.moments = moments
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
     arena = default_arena()
     images = [build_image(index, leaves[index], arena) for index in plan.paged]
@@ -244,15 +250,44 @@ def _plan_options(config: WrapOptions, block_count: int) -> PlanOptions:
     return PlanOptions(param_offload=asked, headroom=config.vram_headroom)
 
 
+def _choose_moments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: WrapOptions,
+    log: EventLog,
+) -> str:
+    """How optimizer moments are kept: as asked, or the most precise that host memory holds."""
+    if config.moment_dtype != "auto":
+        kind = checks.moment_kind(config.moment_dtype)
+        checks.mode(config.optimizer_mode, kind, None)
+        return kind
+    if isinstance(optimizer, OffloadAdamW):
+        return optimizer.moments
+    if config.optimizer_mode in ("gpu", "hybrid"):
+        return "float32"
+    available = ram_available_bytes()
+    for kind in MOMENT_KINDS:
+        needed = model_profile(model, (), bytes_per_value(kind)).host_state
+        if needed <= available:
+            if kind != "float32":
+                log(
+                    f"moment_dtype='auto': {kind} moments, since fp32 ones do not fit in the "
+                    f"{human(available)} of host memory available"
+                )
+            return kind
+    return "float32"  # the planner refuses, and says by how much
+
+
 def _choose_codec(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     device: Device,
     config: WrapOptions,
     log: EventLog,
+    moments: str,
 ) -> str | None:
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
-    profile = model_profile(model, block_leaves(model, blocks))
+    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments))
     weights = quantizable_weights(blocks)
     options = _plan_options(config, len(blocks))
     machine = _machine(device)
@@ -310,8 +345,10 @@ def _make_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, session: TrainStreamSession
 ) -> OffloadAdamW:
     config = session.config
+    moments = session.moments
     shared: dict[str, Any] = {
         "mode": config.optimizer_mode,
+        "moment_dtype": moments,
         "max_grad_norm": config.max_grad_norm,
         "threads": config.threads,
         "accumulation_steps": config.accumulation_steps,
@@ -320,6 +357,19 @@ def _make_optimizer(
         "copies": session.copies,
         "on_event": session.log,
     }
+    made = _made_optimizer(model, optimizer, session, shared)
+    made.guard_params = config.guard_params
+    made.headroom = config.vram_headroom
+    return made
+
+
+def _made_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    session: TrainStreamSession,
+    shared: dict[str, Any],
+) -> OffloadAdamW:
+    config = session.config
     if optimizer is None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return OffloadAdamW(trained, lr=config.lr, **shared)
@@ -328,6 +378,8 @@ def _make_optimizer(
             session.device,
             session.copies,
             session.log,
+            mode=config.optimizer_mode,
+            moment_dtype="auto" if config.moment_dtype == "auto" else session.moments,
             max_grad_norm=config.max_grad_norm,
             accumulation_steps=config.accumulation_steps,
             eager=config.eager,

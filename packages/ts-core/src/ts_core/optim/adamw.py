@@ -1,30 +1,36 @@
-"""AdamW with decoupled weight decay whose moments live in host memory.
+"""AdamW with decoupled weight decay whose state lives beside the device, not on it.
 
-The update is that of torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101). Gradients leave
-the device as autograd produces them; host threads update a bucket when its last gradient has
-landed, and the new values go back over the link.
+The update is that of torch.optim.AdamW (Loshchilov & Hutter, arXiv:1711.05101). Gradients leave as
+autograd produces them; each bucket of parameters is updated when its last gradient has come, or,
+with clipping, when the norm of all is known; step() returns at once, and whoever reads a parameter
+that is still being updated waits for that one.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ts_core.device import Device, resolve_device
+from ts_core.device import Device
 from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
-from ts_core.optim import checks, state
-from ts_core.optim.buckets import Bucket, Hyper, partition
+from ts_core.optim import checks, read_guard, state
+from ts_core.optim.backwards import BackwardWatch
+from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
+from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.layout import Hyper
+from ts_core.optim.norms import Verdict
+from ts_core.optim.pipeline import UpdatePipeline
 from ts_core.optim.resident import ResidentAdamW
+from ts_core.optim.storage import Storage
 from ts_core.transfer import CopyEngine
 
 # What torch.optim.AdamW keeps in a param group, so that state dicts pass both ways.
@@ -40,29 +46,41 @@ _TORCH_FLAGS = {
 
 
 class OffloadAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW with its state and arithmetic on the host.
+    """torch.optim.AdamW with its state in host memory, or split between host and device.
 
     Gradients are taken from the parameters by hooks during backward (`param.grad` is None
     afterwards) and summed in the parameter's dtype, as torch sums them. Parameters that autograd
     never reaches are left alone, as in torch. bf16 and fp16 parameters have an fp32 master copy.
 
+    step() does not wait for the updates: reading a parameter does, through any operation and from
+    any thread (not through a view taken before). A parameter in flight is for that time of a
+    subclass of nn.Parameter.
+
     Args:
-        params: parameters (fp32, bf16 or fp16; on one device) or param groups.
+        params: parameters (fp32, bf16 or fp16; on one device; FSDP2's DTensors too) or groups.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
-        mode: "cpu"; other modes are not available in this version.
+        mode: "cpu": host threads. "gpu": a kernel on the device that reads and writes state in
+            pinned host memory. "hybrid": split by measured speed between state in device memory,
+            state that streams through the device, and host threads. "auto": "hybrid" on a GPU.
         max_grad_norm: clip the global gradient norm to this, exactly; None does not clip.
         compute_grad_norm: fill `last_grad_norm` without clipping.
+        skip_nonfinite: leave out a step whose gradients hold NaN or infinities (they are reported
+            in any case); like clipping, it needs the whole gradient before any update.
         threads: host threads of the update; None for all usable cores.
+        chunk_elems: values per piece of streamed state; host updates go in pieces of 16 times that.
         accumulation_steps: backward passes per step(); one more raises StateError.
-        eager: start a bucket's update during backward when its last gradient has landed.
+        eager: start a bucket's update during backward when its last gradient has come.
             None: on, unless the norm is needed.
-        moment_dtype: "float32"; others are not available in this version.
+        pin_moments: page-lock state that host threads update. None and False: only state that the
+            device reads ("gpu", "hybrid") is pinned, as nothing else gains by it.
+        moment_dtype: "float32" ("fp32"), "bfloat16" ("bf16") or "int8" ("8bit"), or a torch dtype;
+            the latter two in mode "cpu".
+        seed: of the stochastic rounding of bf16 and 8-bit moments.
         device, copies, arena: the device, link and host memory to use; made when omitted.
         on_event: called with one line of plain words for each decision.
 
     Raises:
         OptionError: a hyper-parameter out of range, or a parameter that cannot be trained so.
-        NotAvailableError: a mode or moment dtype of the interface that is not built yet.
     """
 
     def __init__(
@@ -76,46 +94,50 @@ class OffloadAdamW(torch.optim.Optimizer):
         mode: str = "cpu",
         max_grad_norm: float | None = None,
         compute_grad_norm: bool = False,
+        skip_nonfinite: bool = False,
         threads: int | None = None,
+        chunk_elems: int = 1 << 20,
         accumulation_steps: int = 1,
         eager: bool | None = None,
+        pin_moments: bool | None = None,
         moment_dtype: Any = "float32",
+        seed: int = 0,
         device: Device | None = None,
         copies: CopyEngine | None = None,
         arena: PinnedArena | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         checks.hyper(lr, betas, eps, weight_decay)
-        checks.mode(mode, moment_dtype)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise OptionError(
-                f"max_grad_norm={max_grad_norm!r} is not accepted. Use a number above 0, or None."
-            )
+        kind = checks.moment_kind(moment_dtype)
+        checks.mode(mode, kind, pin_moments)
+        checks.numbers(max_grad_norm, chunk_elems, threads, seed)
+        self.mode = mode
         self.max_grad_norm = max_grad_norm
         self.compute_grad_norm = compute_grad_norm
+        self.skip_nonfinite = skip_nonfinite
         self.accumulation_steps = accumulation_steps
-        if eager is True and self._needs_norm():
-            raise OptionError(
-                "eager=True starts updates before the whole gradient is known, which clipping "
-                "and compute_grad_norm need. Use eager=None or False with them."
-            )
+        checks.eager(eager, self._needs_norm())
         self._eager = eager
         self.threads = threads or 0
-        self._last_norm: float | torch.Tensor | None = None
-        self._resident: ResidentAdamW | None = None
-        self._warned_late = False
         self.after_step: Callable[[], None] | None = None
         self.steps_done = 0
-        self._device = device
-        self._copies = copies
-        self._arena = arena or default_arena()
+        self._norm: Future[Verdict] | float | torch.Tensor | None = None
+        self._resident: ResidentAdamW | None = None
+        self._warned_late = False
         self._on_event = on_event
+        self._storage = Storage(
+            mode, kind, seed, chunk_elems, bool(pin_moments), lambda: self.threads
+        )
+        self._storage.use(device, copies, arena or default_arena())
+        self.headroom = 0.10
+        self._split: HybridSplit | None = None
         self._buckets: list[Bucket] = []
-        self._place: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self._handles: list[RemovableHandle] = []
         self._attached = False
-        self._jobs: dict[int, Future[None]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw")
+        self._arrivals = 0
+        self._backwards = BackwardWatch()
+        self._pipeline = UpdatePipeline()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -143,10 +165,15 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @property
     def last_grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, before clipping; None if it was not needed."""
-        if isinstance(self._last_norm, torch.Tensor):
-            self._last_norm = self._last_norm.item()
-        return self._last_norm
+        """Global gradient norm of the last step, before clipping; None if it was not needed.
+
+        Waits for it, if it is still being measured.
+        """
+        if isinstance(self._norm, Future):
+            self._norm = self._norm.result().norm
+        elif isinstance(self._norm, torch.Tensor):
+            self._norm = self._norm.item()
+        return self._norm
 
     @property
     def updates(self) -> int:
@@ -157,8 +184,33 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @property
     def resident(self) -> bool:
-        """Whether state is on the device (see `make_resident`)."""
+        """Whether state is on the device under torch's own kernel (see `make_resident`)."""
         return self._resident is not None
+
+    @property
+    def moments(self) -> str:
+        """How moments are kept: "float32", "bfloat16" or "int8"."""
+        return self._storage.kind
+
+    @property
+    def guard_params(self) -> bool:
+        """Whether reads of a parameter wait for its update, wherever they happen.
+
+        Without it only `synchronize()` waits (a wrapped model's forward calls it).
+        """
+        return self._pipeline.guard_reads
+
+    @guard_params.setter
+    def guard_params(self, value: bool) -> None:
+        self.synchronize()
+        self._pipeline.guard_reads = value
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise StateError(
+            "torch.amp.GradScaler cannot work with OffloadAdamW: gradients leave the device before "
+            "it could unscale them. Train in bfloat16 (autocast needs no scaler there)."
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
@@ -197,6 +249,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         copies: CopyEngine,
         on_event: Callable[[str], None],
         *,
+        mode: str,
+        moment_dtype: Any,
         max_grad_norm: float | None,
         accumulation_steps: int,
         eager: bool | None,
@@ -205,28 +259,31 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Join a session: its device, link and events; its options where they are not default.
 
         Raises:
-            StateError: the optimizer has already trained on another device.
+            StateError: the optimizer has already trained on another device, or in another mode.
         """
-        if self._buckets and self._device is not None:
-            if self._device.torch_device != device.torch_device:
+        storage = self._storage
+        kind = storage.kind if moment_dtype == "auto" else checks.moment_kind(moment_dtype)
+        wanted = self.mode if mode == "cpu" else mode
+        checks.mode(wanted, kind, None)
+        if self._buckets:
+            storage.check_same_device(device)
+            if (wanted, kind) != (self.mode, storage.kind):
                 raise StateError(
-                    f"the optimizer has state for {self._device.torch_device}, the session runs "
-                    f"on {device.torch_device}. Wrap before the first step, or move the model "
-                    f"there first."
+                    f"the optimizer has state in mode {self.mode!r} with {storage.kind} moments; "
+                    f"wrap() asks for {wanted!r} with {kind}. Wrap before the first step, or ask "
+                    f"for the same."
                 )
         else:
-            self._device, self._copies = device, copies
+            self.mode = storage.mode = wanted
+            storage.kind = kind
+            storage.use(device, copies, storage.arena)
         self._on_event = on_event
         if max_grad_norm is not None:
             self.max_grad_norm = max_grad_norm
         if accumulation_steps != 1:
             self.accumulation_steps = accumulation_steps
         if eager is not None:
-            if eager and self._needs_norm():
-                raise OptionError(
-                    "eager=True cannot be combined with clipping or compute_grad_norm, which need "
-                    "the whole gradient first. Use eager=None or False."
-                )
+            checks.eager(eager, self._needs_norm())
             self._eager = eager
         if threads is not None:
             self.threads = threads
@@ -245,12 +302,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             return
         self.build()
         self.detach()
-        if any(bucket.started() for bucket in self._buckets):
-            raise StateError(
-                "make_resident() in the middle of a step: call step() or zero_grad() first."
-            )
-        self._write_steps()
-        self._resident = ResidentAdamW(self.param_groups, self.state)
+        self._refuse_mid_step("make_resident()")
+        self._resident = ResidentAdamW(self.param_groups, self._filled_state())
         self.state = self._resident.inner.state
         self._buckets.clear()
         self._place.clear()
@@ -265,34 +318,35 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def build(self) -> None:
         """Allocate buckets and state for every parameter that has none yet."""
-        checks.memory([param for group in self.param_groups for param in group["params"]])
-        for index, group in enumerate(self.param_groups):
-            new = [p for p in group["params"] if p not in self._place]
-            for params in partition(new):
-                device = self._device_of(params[0])
-                assert self._copies is not None
-                bucket = Bucket(params, index, device, self._copies, self._arena)
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(self._place) == len(params):
+            return
+        checks.memory(params)
+        for group_index, group in enumerate(self.param_groups):
+            new = [param for param in group["params"] if param not in self._place]
+            for bucket in self._storage.buckets(new, group_index, len(self._buckets)):
+                index = len(self._buckets)
                 self._buckets.append(bucket)
-                for position, param, views in bucket.state_views():
-                    self._place[param] = (bucket, position)
-                    self.state[param] = {"step": torch.tensor(0.0), **views}
-
-    def _device_of(self, param: torch.nn.Parameter) -> Device:
-        if self._device is None:
-            self._device = resolve_device(param.device)
-        if self._copies is None:
-            self._copies = CopyEngine(self._device)
-        if param.device != self._device.torch_device:
-            raise StateError(
-                f"a parameter of shape {tuple(param.shape)} is on {param.device}, the optimizer "
-                f"works for {self._device.torch_device}. Move the model before the first step."
+                for position, param in enumerate(bucket.params):
+                    self._place[param] = (index, position)
+                self._show_state(bucket)
+        storage = self._storage
+        assert storage.copies is not None and storage.device is not None
+        self._pipeline.prepare_norms(len(self._buckets), storage.copies, storage.arena)
+        if self._split is None and (
+            self.mode == "hybrid"
+            or (
+                self.mode == "auto" and storage.device.separate_memory and storage.kind == "float32"
             )
-        return self._device
+        ):
+            self._split = HybridSplit(
+                storage.device, storage.copies, storage.arena, self._room_bytes, self._say
+            )
 
     # -- during backward ----------------------------------------------------------------------
 
     def _needs_norm(self) -> bool:
-        return self.max_grad_norm is not None or self.compute_grad_norm
+        return self.max_grad_norm is not None or self.compute_grad_norm or self.skip_nonfinite
 
     @property
     def eager(self) -> bool:
@@ -303,9 +357,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        self._take(param, grad)
-
-    def _take(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         if grad.layout is not torch.strided:
             raise OptionError(
                 f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient. "
@@ -313,28 +364,21 @@ class OffloadAdamW(torch.optim.Optimizer):
             )
         if param not in self._place:
             self.build()
-        bucket, position = self._place[param]
-        bucket.collect(position, grad, self.accumulation_steps)
+        self._backwards.note()
+        self._arrivals += 1
+        index, position = self._place[param]
+        bucket = self._buckets[index]
+        bucket.collect(position, grad, self.accumulation_steps, self._arrivals)
         if bucket.complete(self.accumulation_steps):
-            self._close(bucket)
+            self._close(index)
 
-    def _close(self, bucket: Bucket) -> None:
-        bucket.close()
+    def _close(self, index: int) -> None:
+        bucket = self._buckets[index]
         norm = self._needs_norm()
-        eager = self.eager and not norm
-        hyper = self._hyper(bucket)
-        if eager:
-            bucket.used = hyper
-            bucket.mark_written()
-
-        def job() -> None:
-            bucket.land()
-            if norm:
-                bucket.measure(self.threads)
-            elif eager:
-                bucket.update(hyper, 1.0, self.threads, None)
-
-        self._jobs[id(bucket)] = self._worker.submit(job)
+        self._pipeline.close(bucket, index, self.steps_done, norm, self.threads)
+        if self.eager and not norm:
+            bucket.used = self._hyper(bucket)
+            self._pipeline.launch(bucket, bucket.used, None)
 
     def _hyper(self, bucket: Bucket) -> Hyper:
         group = self.param_groups[bucket.group_index]
@@ -345,10 +389,11 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the update of this step's gradients.
+        """Queue what is left of this step's update, and return.
 
-        Returns when the new values are in host memory and their copies to the device are queued;
-        the compute stream waits for those. Bucket order and arithmetic do not depend on timing.
+        Without clipping most of it has run during backward. With clipping the updates start once
+        the norm is known, in the order of the last forward (the reverse of the order in which
+        gradients came). Neither order nor timing changes the values.
 
         Args:
             closure: re-evaluates the model and returns the loss, as in torch.
@@ -361,38 +406,49 @@ class OffloadAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._resident is not None:
-            self._last_norm = self._resident.step(self.max_grad_norm, self._needs_norm())
+            self._norm = self._resident.step(
+                self.max_grad_norm, self._needs_norm(), self.skip_nonfinite, self._say
+            )
             self.steps_done += 1
             return loss
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._on_gradient(param)
-        active = [bucket for bucket in self._buckets if bucket.started()]
-        for bucket in active:
-            if not bucket.closed:
-                self._close(bucket)
-        self._join()
-        updated_during_backward = self.eager and not self._needs_norm()
-        if updated_during_backward:
-            self._check_unchanged(active)
+        active = [index for index, bucket in enumerate(self._buckets) if bucket.started()]
+        for index in active:
+            if not self._buckets[index].closed:
+                self._close(index)
+        if self.eager and not self._needs_norm():
+            self._check_unchanged([self._buckets[index] for index in active])
         else:
-            scale = self._clip_scale(active)
-            behind = self._copies.record_compute() if self._copies is not None else None
-            for bucket in active:
-                bucket.mark_written()
-                hyper = self._hyper(bucket)
-                self._jobs[id(bucket)] = self._worker.submit(
-                    bucket.update, hyper, scale, self.threads, behind
-                )
-            self._join()
-        self._await_writes(active)
-        for bucket in active:
+            self._launch_all([self._buckets[index] for index in active])
+        for index in active:
+            bucket = self._buckets[index]
+            if self._pipeline.guard_reads and not read_guard.can_guard(bucket.params):
+                bucket.finish()
             bucket.reset()
+        self._backwards.clear()
         self.steps_done += 1
         if self.after_step is not None:
             self.after_step()
+        if self._split is not None and self._resident is None:
+            self._split.after_step(self)
         return loss
+
+    def _launch_all(self, active: Sequence[Bucket]) -> None:
+        verdict = None
+        if self._needs_norm():
+            verdict = self._pipeline.verdict(
+                self._buckets,
+                self.steps_done,
+                self.max_grad_norm,
+                self.skip_nonfinite,
+                self._say,
+            )
+            self._norm = verdict
+        for bucket in sorted(active, key=lambda bucket: -bucket.order):
+            self._pipeline.launch(bucket, self._hyper(bucket), verdict)
 
     def _check_unchanged(self, active: Sequence[Bucket]) -> None:
         """Eager updates ran during backward: a value set since then came too late for them."""
@@ -407,54 +463,43 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._say(text)
             warnings.warn(text, UserWarning, stacklevel=3)
 
-    def _clip_scale(self, active: Sequence[Bucket]) -> float:
-        if not self._needs_norm():
-            return 1.0
-        norm = math.sqrt(math.fsum(bucket.sum_of_squares for bucket in active))
-        self._last_norm = norm
-        bad = sum(bucket.nonfinite for bucket in active)
-        if bad:
-            self._say(
-                f"step {self.steps_done + 1}: {bad} gradient values are NaN or infinite; the "
-                f"update is applied as torch.optim.AdamW would"
-            )
-        if self.max_grad_norm is None:
-            return 1.0
-        scale = self.max_grad_norm / (norm + 1e-6)
-        return scale if math.isnan(scale) else min(1.0, scale)
-
-    def _join(self) -> None:
-        jobs, self._jobs = self._jobs, {}
-        for job in jobs.values():
-            job.result()
-
-    def _await_writes(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.written is not None:
-                assert self._copies is not None
-                self._copies.wait_compute(bucket.written)
-                bucket.written = None
-
     def synchronize(self) -> None:
-        """Wait for updates in flight, so that parameters and state may be read."""
-        self._join()
-        self._await_writes(self._buckets)
+        """Wait for updates in flight: every parameter and all state hold their new values.
+
+        Raises:
+            BaseException: what an update raised.
+        """
+        for bucket in self._buckets:
+            bucket.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those of a started accumulation included."""
-        self._join()
-        self._await_writes(self._buckets)
-        written = 0
-        for bucket in self._buckets:
-            if bucket.closed and self.eager:
-                written += len(bucket.params)
-            bucket.reset()
-        if written:
-            self._say(
-                f"zero_grad() before step(): {written} parameters had already been updated "
-                f"during backward (eager updates); the others keep their values"
-            )
+        """Drop gradients, those of a started accumulation included. Does not wait for updates."""
+        self._drop("zero_grad() before step()")
         super().zero_grad(set_to_none=set_to_none)
+
+    def drop_failed_backward(self) -> None:
+        """If a backward has raised since the last step, drop what it left, and say so.
+
+        To be called where no backward is running (a wrapped model's forward does).
+        """
+        if self._backwards.unfinished():
+            self._drop("a backward raised before step()")
+
+    def _drop(self, why: str) -> None:
+        self._pipeline.drop_measures()
+        started = [bucket for bucket in self._buckets if bucket.started()]
+        written = [param for b in started if b.used is not None for param in b.params]
+        for bucket in started:
+            bucket.reset()
+        self._backwards.clear()
+        if written:
+            shapes = ["x".join(map(str, param.shape)) or "scalar" for param in written]
+            more = ", ..." if len(shapes) > 8 else ""
+            self._say(
+                f"{why}: {len(written)} parameters had already been updated during backward "
+                f"(eager updates), of shapes {', '.join(shapes[:8])}{more}; the others keep their "
+                f"values"
+            )
 
     def _say(self, text: str) -> None:
         if self._on_event is not None:
@@ -465,16 +510,23 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State in torch.optim.AdamW's layout (plus fp32 `master` of low-precision parameters).
 
-        Tensors are views of live host memory, as torch's are of its own.
-        """
-        self.synchronize()
-        self._write_steps()
-        return super().state_dict()
+        fp32 moments are handed out as views of live memory, as torch's are of its own; bf16 and
+        8-bit ones expanded to fp32, above 64 MiB in memory-mapped temporary files, so that saving
+        needs no more RAM than training.
 
-    def _write_steps(self) -> None:
-        for bucket in self._buckets:
-            for position, param in enumerate(bucket.params):
-                self.state[param]["step"].fill_(float(bucket.steps[position]))
+        Raises:
+            StateError: in the middle of a step, whose gradients so far would be lost.
+        """
+        if self._resident is None:
+            self._refuse_mid_step("state_dict()")
+            self.synchronize()
+            self._storage.settle()
+            live, self.state = self.state, self._filled_state()
+            try:
+                return super().state_dict()
+            finally:
+                self.state = live
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch.optim.AdamW; copies into place.
@@ -483,33 +535,90 @@ class OffloadAdamW(torch.optim.Optimizer):
             StateError: in the middle of an accumulation.
             DataError: groups, shapes or flags that do not match; nothing has been changed then.
         """
+        self._refuse_mid_step("load_state_dict()")
         self.synchronize()
-        if any(bucket.started() for bucket in self._buckets):
-            raise StateError(
-                "load_state_dict() in the middle of an accumulation would mix two steps. Call "
-                "step() or zero_grad() first."
-            )
         state.check(self.param_groups, state_dict)
         if self._resident is not None:
             self.param_groups = self._resident.load(state_dict)
             self.state = self._resident.inner.state
             return
         self.build()
+        self._storage.settle()
         was_resident = any(group.get("fused") for group in state_dict["param_groups"])
-        state.load(self.param_groups, self._place, state_dict)
+        state.load(self.param_groups, self._buckets, self._place, state_dict)
         if was_resident and self.after_step is not None:
             self.after_step()
 
+    def _refuse_mid_step(self, what: str) -> None:
+        if any(bucket.started() for bucket in self._buckets):
+            raise StateError(
+                f"{what} in the middle of a step or accumulation: gradients that have come would "
+                f"be lost or counted twice. Call step() or zero_grad() first."
+            )
+
+    def _filled_state(self) -> Any:
+        return state.filled(self._buckets, type(self.state))
+
+    def _show_state(self, bucket: Bucket) -> None:
+        """`optimizer.state[param]`: live views where state is fp32 (the step is filled on save)."""
+        for param, entry in state.live(bucket):
+            self.state[param] = entry
+
+    def place_state(self, places: Sequence[str]) -> None:
+        """Move the state of each bucket, in order of `buckets`.
+
+        Places are "host", "zero_copy", "streamed" and "resident". Values are kept bit
+        for bit. Between steps; waits for updates in flight.
+
+        Raises:
+            StateError: in the middle of a step.
+            OptionError: a place that does not exist, or another number of them.
+        """
+        self.build()
+        self._refuse_mid_step("place_state()")
+        self.synchronize()
+        self._storage.settle()
+        self._storage.move(self._buckets, places)
+        for bucket in self._buckets:
+            self._show_state(bucket)
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The pieces that are transferred and updated as one, in the order of the groups."""
+        return self._buckets
+
+    @property
+    def ring_bytes(self) -> int:
+        """Device memory of the buffers that streamed state passes through."""
+        return self._storage.ring_bytes(any(bucket.has_master for bucket in self._buckets))
+
+    def _room_bytes(self) -> int:
+        """Device memory that state may take: what a step's peak leaves below the headroom."""
+        device = self._storage.device
+        usable = None if device is None else device.usable_bytes()
+        if device is None or usable is None:
+            return 0
+        return int(usable * (1.0 - self.headroom)) - device.memory()["peak_allocated"]
+
     def stats(self) -> dict[str, Any]:
-        """host_state_bytes, buckets, parameters, steps, eager, grad_norm, link counters."""
-        link = {} if self._copies is None else self._copies.stats()
+        """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
+        grad_norm, resident, link counters."""
+        copies = self._storage.copies
+        link = {} if copies is None else copies.stats()
+        values: dict[str, int] = {}
+        for bucket in self._buckets:
+            name = bucket.place.name
+            values[name] = values.get(name, 0) + bucket.layout.numel
         return {
-            "mode": "cpu" if self._resident is None else "resident",
+            "mode": self.mode if self._resident is None else "resident",
+            "moments": self._storage.kind,
             "steps": self.steps_done,
             "eager": self.eager,
             "buckets": len(self._buckets),
             "parameters": sum(len(bucket.params) for bucket in self._buckets),
+            "values_by_place": values,
             "host_state_bytes": sum(bucket.host_bytes() for bucket in self._buckets),
+            "device_state_bytes": sum(b.place.device_bytes() for b in self._buckets),
             "grad_norm": self.last_grad_norm,
             "resident": self.resident,
             "d2h_bytes": link["d2h"].bytes if link else 0,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ts_core.errors import NotAvailableError, OptionError
+from ts_core.errors import OptionError
+from ts_core.optim.layout import is_sharded, local
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,7 +21,8 @@ def group(param_group: dict[str, Any]) -> None:
         if param_group.get(flag):
             raise OptionError(f"{flag}=True is not supported by OffloadAdamW. Leave it off.")
     for param in param_group["params"]:
-        if param.dtype not in TRAINABLE or param.layout is not torch.strided:
+        plain = is_sharded(param) or param.layout is torch.strided
+        if param.dtype not in TRAINABLE or not plain:
             raise OptionError(
                 f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype} and "
                 f"layout {param.layout}. OffloadAdamW trains dense float32, bfloat16 and "
@@ -30,7 +33,7 @@ def group(param_group: dict[str, Any]) -> None:
 def hyper(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Refuse hyper-parameters out of range."""
     ranges = {
-        "lr": float(lr) >= 0.0,
+        "lr": 0.0 <= float(lr) < math.inf,
         "eps": eps >= 0.0,
         "weight_decay": weight_decay >= 0.0,
         "betas": len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
@@ -38,34 +41,88 @@ def hyper(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) 
     values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas}
     for name, good in ranges.items():
         if not good:
-            expected = "two numbers in [0, 1)" if name == "betas" else "a number of at least 0"
+            expected = (
+                "two numbers in [0, 1)" if name == "betas" else "a finite number of at least 0"
+            )
             raise OptionError(f"{name}={values[name]!r} is not accepted. Use {expected}.")
 
 
-def mode(name: str, moment_dtype: Any) -> None:
-    """Refuse modes and moment dtypes that do not exist, or are not built yet."""
-    if name in ("gpu", "hybrid", "auto"):
-        raise NotAvailableError(f"mode={name!r} is not available in this version. Use mode='cpu'.")
-    if name != "cpu":
-        raise OptionError(f"mode={name!r} is not accepted. Use 'cpu', 'gpu' or 'hybrid'.")
-    if moment_dtype in ("float32", "fp32", torch.float32):
-        return
-    if moment_dtype in ("bfloat16", "bf16", torch.bfloat16, "int8", "8bit"):
-        raise NotAvailableError(
-            f"moment_dtype={moment_dtype!r} is not available in this version. Use 'float32'."
+def moment_kind(moment_dtype: Any) -> str:
+    """ "float32", "bfloat16" or "int8" for any accepted spelling."""
+    spellings: dict[Any, str] = {
+        "float32": "float32",
+        "fp32": "float32",
+        torch.float32: "float32",
+        "bfloat16": "bfloat16",
+        "bf16": "bfloat16",
+        torch.bfloat16: "bfloat16",
+        "int8": "int8",
+        "8bit": "int8",
+        torch.int8: "int8",
+    }
+    try:
+        return spellings[moment_dtype]
+    except (KeyError, TypeError):
+        raise OptionError(
+            f"moment_dtype={moment_dtype!r} is not accepted. Use 'float32', 'bfloat16' or 'int8'."
+        ) from None
+
+
+def mode(name: str, kind: str, pin_moments: Any) -> None:
+    """Refuse modes that do not exist, and combinations that cannot be."""
+    if name not in ("cpu", "gpu", "hybrid", "auto"):
+        raise OptionError(f"mode={name!r} is not accepted. Use 'cpu', 'gpu', 'hybrid' or 'auto'.")
+    if name in ("gpu", "hybrid") and kind != "float32":
+        raise OptionError(
+            f"mode={name!r} keeps fp32 moments, {kind} ones are kept by host threads only. Use "
+            f"mode='cpu' with moment_dtype={kind!r}, or moment_dtype='float32'."
         )
-    raise OptionError(
-        f"moment_dtype={moment_dtype!r} is not accepted. Use 'float32', 'bfloat16' or 'int8'."
-    )
+    if pin_moments not in (None, True, False):
+        raise OptionError(f"pin_moments={pin_moments!r} is not accepted. Use None, True or False.")
+    if name == "gpu" and pin_moments is False:
+        raise OptionError(
+            "mode='gpu' reads moments from pinned memory. Use pin_moments=None or True, or another "
+            "mode."
+        )
+
+
+def numbers(max_grad_norm: Any, chunk_elems: Any, threads: Any, seed: Any) -> None:
+    """Refuse numbers out of range."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise OptionError(
+            f"max_grad_norm={max_grad_norm!r} is not accepted. Use a number above 0, or None."
+        )
+    if isinstance(chunk_elems, bool) or not isinstance(chunk_elems, int) or chunk_elems < 1024:
+        raise OptionError(
+            f"chunk_elems={chunk_elems!r} is not accepted. Use an integer of at least 1024."
+        )
+    if chunk_elems % 256:
+        raise OptionError(f"chunk_elems={chunk_elems!r} is not accepted. Use a multiple of 256.")
+    if threads is not None and (
+        isinstance(threads, bool) or not isinstance(threads, int) or threads < 0
+    ):
+        raise OptionError(f"threads={threads!r} is not accepted. Use None or a number of threads.")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise OptionError(f"seed={seed!r} is not accepted. Use an integer from 0 to 2**32 - 1.")
+
+
+def eager(value: bool | None, needs_norm: bool) -> None:
+    """Refuse updates during backward where the whole gradient is needed first."""
+    if value and needs_norm:
+        raise OptionError(
+            "eager=True starts updates before the whole gradient is known, which max_grad_norm, "
+            "compute_grad_norm and skip_nonfinite need. Use eager=None or False with them."
+        )
 
 
 def memory(params: Sequence[torch.nn.Parameter]) -> None:
     """Refuse two parameters over the same memory: each would get an update of its own."""
     owners: dict[int, torch.nn.Parameter] = {}
     for param in params:
-        if param.numel() == 0:
+        here = local(param)
+        if here.numel() == 0:
             continue
-        first = owners.setdefault(param.data_ptr(), param)
+        first = owners.setdefault(here.data_ptr(), param)
         if first is not param:
             raise OptionError(
                 f"two parameters of shapes {tuple(first.shape)} and {tuple(param.shape)} share "

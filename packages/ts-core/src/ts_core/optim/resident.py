@@ -6,7 +6,7 @@ The switch keeps param groups, step counts and moments; from then on gradients s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,20 @@ class ResidentAdamW:
                 "exp_avg_sq": entry["exp_avg_sq"].to(param.device, copy=True),
             }
 
-    def step(self, max_grad_norm: float | None, wants_norm: bool) -> torch.Tensor | None:
+    def step(
+        self,
+        max_grad_norm: float | None,
+        wants_norm: bool,
+        skip_nonfinite: bool,
+        say: Callable[[str], None],
+    ) -> torch.Tensor | None:
         """One update of every parameter that has a gradient.
+
+        Args:
+            max_grad_norm: clip to this.
+            wants_norm: measure the norm.
+            skip_nonfinite: look at the norm (which waits for the device) and leave the step out,
+                telling `say`, if it is not finite.
 
         Returns:
             The global norm before clipping as a 0-d tensor on the device, when asked for.
@@ -55,6 +67,9 @@ class ResidentAdamW:
                 if param.grad is not None
             ]
             norm = torch.nn.utils.get_total_norm(gradients)
+            if skip_nonfinite and not torch.isfinite(norm).item():
+                say("a gradient is NaN or infinite; the update is skipped, as asked")
+                return norm
             if max_grad_norm is not None:
                 scale = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)
                 if gradients:

@@ -1,14 +1,87 @@
-"""Loading optimizer state in torch's layout into the buckets' flat memory."""
+"""Optimizer state in torch's layout: handing it out, checking it, loading it into the buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ts_core.errors import DataError
 from ts_core.optim.buckets import Bucket
+from ts_core.optim.layout import is_sharded, local
+
+MAPPED_BYTES = 64 << 20
+
+
+def live(bucket: Bucket) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.Tensor]]]:
+    """Per parameter: step (filled on save) and views of what state is fp32 in memory."""
+    views = bucket.place.live()
+    for position, param in enumerate(bucket.params):
+        entry = {"step": torch.tensor(0.0)}
+        for name, flat in views.items():
+            entry[name] = _like(param, bucket.layout.view(flat, position))
+        yield param, entry
+
+
+def filled(buckets: Sequence[Bucket], mapping: type[Any]) -> Any:
+    """All state, steps included; call when nothing is in flight.
+
+    Low-precision moments are expanded to fp32: from MAPPED_BYTES on in temporary files mapped into
+    memory, which the system may drop from RAM.
+    """
+    found = mapping(dict) if mapping is not dict else {}
+    names = ("exp_avg", "exp_avg_sq")
+    missing = [b for b in buckets if not set(names) <= set(b.place.live())]
+    size_bytes = sum(8 * bucket.layout.numel for bucket in missing)
+    expanded = {id(b): _expand(b, names, size_bytes >= MAPPED_BYTES) for b in missing}
+    for bucket in buckets:
+        extra = expanded.get(id(bucket), {})
+        for position, (param, entry) in enumerate(live(bucket)):
+            for name, flat in extra.items():
+                entry[name] = _like(param, bucket.layout.view(flat, position))
+            entry["step"].fill_(float(bucket.steps[position]))
+            found[param] = entry
+    return found
+
+
+def _expand(bucket: Bucket, names: Sequence[str], mapped: bool) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in names:
+        found[name] = _mapped(bucket.layout.numel) if mapped else torch.empty(bucket.layout.numel)
+        bucket.place.read(name, 0, found[name])
+    return found
+
+
+def _mapped(numel: int) -> torch.Tensor:
+    if numel == 0:
+        return torch.empty(0)
+    with tempfile.NamedTemporaryFile(prefix="trainstream-state-", delete=False) as file:
+        file.truncate(numel * 4)
+    path = Path(file.name)
+    try:
+        return torch.from_file(str(path), shared=True, size=numel, dtype=torch.float32)
+    finally:
+        path.unlink()  # the mapping keeps the bytes until the tensor is gone
+
+
+def _like(param: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """`part` as torch would hold it: a DTensor where the parameter is one."""
+    if not is_sharded(param):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor.from_local(
+        part,
+        param.device_mesh,  # type: ignore[attr-defined]
+        param.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+    return made
 
 
 def check(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> None:
@@ -64,26 +137,22 @@ def _check_entry(param: torch.nn.Parameter, key: Any, entry: Mapping[str, Any]) 
 @torch.no_grad()
 def load(
     groups: Sequence[dict[str, Any]],
-    place: Mapping[torch.nn.Parameter, tuple[Bucket, int]],
+    buckets: Sequence[Bucket],
+    place: Mapping[torch.nn.Parameter, tuple[int, int]],
     state_dict: Mapping[str, Any],
 ) -> None:
     """Copy a checked state dict into the buckets; hyper-parameters into the groups."""
-    views = {
-        param: tensors
-        for bucket in {id(b): b for b, _ in place.values()}.values()
-        for _, param, tensors in bucket.state_views()
-    }
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         group.update({name: value for name, value in saved.items() if name != "params"})
         for param, key in zip(group["params"], saved["params"], strict=True):
-            bucket, position = place[param]
+            index, position = place[param]
+            bucket = buckets[index]
             entry = state_dict["state"].get(key, {})
             bucket.steps[position] = int(entry["step"]) if entry else 0
+            offset, size = bucket.layout.offsets[position], bucket.layout.sizes[position]
             for name in ("exp_avg", "exp_avg_sq"):
-                if entry:
-                    views[param][name].copy_(entry[name])
-                else:
-                    views[param][name].zero_()
-            if "master" in entry and "master" in views[param]:
-                views[param]["master"].copy_(entry["master"])
+                values = local(entry[name]).reshape(-1) if entry else torch.zeros(size)
+                bucket.place.write(name, offset, values)
+            if "master" in entry and bucket.has_master:
+                bucket.place.write("master", offset, local(entry["master"]).reshape(-1))
                 bucket.keep_master(position)

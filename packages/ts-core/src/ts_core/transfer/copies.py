@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -12,6 +14,17 @@ from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
 
 DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
+
+
+After: TypeAlias = Event | Sequence[Event | None] | None
+
+
+def _events(after: After) -> list[Event]:
+    """The events to wait for: one, several, or none."""
+    if after is None:
+        return []
+    several: Sequence[Event | None] = after if isinstance(after, Sequence) else [after]
+    return [event for event in several if event is not None]
 
 
 @dataclass
@@ -62,11 +75,11 @@ class CopyEngine:
         self.max_inflight_bytes = max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES
         self._lanes = {name: _Lane(device.new_stream(name)) for name in ("h2d", "d2h")}
 
-    def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: Event | None = None) -> Event:
+    def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
         """Queue a copy to the device after `after`; returns the event of its completion."""
         return self._copy("h2d", dst_d, src_h, after)
 
-    def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: Event | None = None) -> Event:
+    def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: After = None) -> Event:
         """Queue a copy to the host after `after`; returns the event of its completion."""
         return self._copy("d2h", dst_h, src_d, after)
 
@@ -89,9 +102,7 @@ class CopyEngine:
         """Counters by direction, "h2d" and "d2h"."""
         return {name: lane.stats for name, lane in self._lanes.items()}
 
-    def _copy(
-        self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: Event | None
-    ) -> Event:
+    def _copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: After) -> Event:
         lane = self._lanes[direction]
         size_bytes = src.numel() * src.element_size()
         with lane.lock:
@@ -100,8 +111,8 @@ class CopyEngine:
                 lane.stats.limit_waits += 1
                 self.device.host_wait(lane.in_flight[0].event)
                 lane.in_flight_bytes -= lane.in_flight.popleft().size_bytes
-            if after is not None:
-                edges.wait(self.device, lane.stream, after)
+            for event in _events(after):
+                edges.wait(self.device, lane.stream, event)
             edges.pause(self.device, lane.stream)
             self.device.copy(dst, src, lane.stream)
             edges.pause(self.device, lane.stream)

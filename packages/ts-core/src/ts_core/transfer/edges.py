@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,12 +33,22 @@ class DelayPlan:
 
     def pause(self, device: Device, stream: Stream) -> None:
         """Perhaps occupy `stream` for a while."""
+        seconds = self._draw()
+        if seconds is not None:
+            device.delay(stream, seconds)
+
+    def pause_thread(self) -> None:
+        """Perhaps hold the calling thread for a while."""
+        seconds = self._draw()
+        if seconds is not None:
+            time.sleep(seconds)
+
+    def _draw(self) -> float | None:
         with self._lock:
             if self._random.random() >= self._share:
-                return
-            seconds = self._random.random() * self._max_s
+                return None
             self.pauses += 1
-        device.delay(stream, seconds)
+            return self._random.random() * self._max_s
 
 
 _plan: DelayPlan | None = None
@@ -58,6 +69,12 @@ def pause(device: Device, stream: Stream) -> None:
     """A place where the debug mode may pause `stream`."""
     if _plan is not None:
         _plan.pause(device, stream)
+
+
+def pause_thread() -> None:
+    """A place where the debug mode may hold the calling thread."""
+    if _plan is not None:
+        _plan.pause_thread()
 
 
 def wait(device: Device, stream: Stream, event: Event) -> None:

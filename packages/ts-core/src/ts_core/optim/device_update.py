@@ -1,0 +1,182 @@
+"""AdamW by a device kernel, with the bits of the host kernel.
+
+On CUDA a Triton kernel works in place on the parameter and on moments in device memory or in
+pinned host memory (which a GPU reads and writes over the link at the same addresses). On the host
+device the native kernel takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ts_core import _native
+from ts_core.errors import NotAvailableError
+from ts_core.optim.layout import Hyper
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+# Programs of a kernel that waits for the link: enough bytes in flight to fill it, while most of
+# the GPU is left to the computation beside it.
+LINK_PROGRAMS = 64
+_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """fp32 state of some values: flat tensors that the device can address."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    master: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are there."""
+        found = [self.exp_avg, self.exp_avg_sq]
+        return found if self.master is None else [*found, self.master]
+
+    def slice(self, start: int, end: int) -> DeviceState:
+        """Views of a range of values."""
+        master = None if self.master is None else self.master[start:end]
+        return DeviceState(self.exp_avg[start:end], self.exp_avg_sq[start:end], master)
+
+
+def update_on_device(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: DeviceState,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+    *,
+    over_link: bool = False,
+) -> None:
+    """One AdamW update (Loshchilov & Hutter, arXiv:1711.05101) in place, on the current stream.
+
+    Args:
+        param: flat, fp32, bf16 or fp16.
+        grad: flat, same size; multiplied by `scale` in fp32.
+        state: of the same size; with a master copy that one is updated and `param` written from it.
+        hyper: hyper-parameters.
+        step: 1 for the first update.
+        scale: factor on the gradients (clipping).
+        over_link: the state is in pinned host memory; uses few programs, so that the computation
+            beside it goes on.
+
+    Raises:
+        NotAvailableError: a CUDA device without Triton.
+    """
+    if param.numel() == 0:
+        return
+    if param.device.type == "cpu":
+        _update_on_host(param, grad, state, hyper, step, scale)
+        return
+    kernel = _kernel()
+    s = scalars(hyper, step, scale)
+    blocks = -(-param.numel() // _BLOCK)
+    programs = min(blocks, LINK_PROGRAMS) if over_link else min(blocks, 8192)
+    master = param if state.master is None else state.master
+    with torch.cuda.device(param.device):
+        kernel[(programs,)](
+            param,
+            grad,
+            state.exp_avg,
+            state.exp_avg_sq,
+            master,
+            param.numel(),
+            s.decay,
+            s.grad_scale,
+            s.lerp_factor,
+            s.beta2,
+            s.one_minus_beta2,
+            s.correction2,
+            s.eps,
+            s.step_size,
+            HAS_MASTER=state.master is not None,
+            LERP_FROM_M=s.lerp_from_m,
+            BLOCK=_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The factors of one update, rounded once to fp32 as the host kernel rounds them."""
+
+    decay: float
+    grad_scale: float
+    lerp_factor: float
+    lerp_from_m: bool
+    beta2: float
+    one_minus_beta2: float
+    correction2: float
+    eps: float
+    step_size: float
+
+
+def scalars(hyper: Hyper, step: int, scale: float) -> Scalars:
+    """Factors of update number `step`, computed in double."""
+    weight = 1.0 - hyper.beta1
+    from_m = weight < 0.5
+    return Scalars(
+        decay=_fp32(1.0 - hyper.lr * hyper.weight_decay),
+        grad_scale=_fp32(scale),
+        lerp_factor=_fp32(_fp32(weight) - (0.0 if from_m else 1.0)),
+        lerp_from_m=from_m,
+        beta2=_fp32(hyper.beta2),
+        one_minus_beta2=_fp32(1.0 - hyper.beta2),
+        correction2=_fp32(math.sqrt(1.0 - math.pow(hyper.beta2, step))),
+        eps=_fp32(hyper.eps),
+        step_size=_fp32(hyper.lr / (1.0 - math.pow(hyper.beta1, step))),
+    )
+
+
+def _fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _update_on_host(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: DeviceState,
+    hyper: Hyper,
+    step: int,
+    scale: float,
+) -> None:
+    _native.adamw_step(
+        param.data_ptr(),
+        DTYPE_NAMES[param.dtype],
+        grad.data_ptr(),
+        DTYPE_NAMES[grad.dtype],
+        state.exp_avg.data_ptr(),
+        state.exp_avg_sq.data_ptr(),
+        0 if state.master is None else state.master.data_ptr(),
+        param.numel(),
+        lr=hyper.lr,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+        step=step,
+        grad_scale=scale,
+    )
+
+
+@functools.cache
+def _kernel() -> Any:
+    try:
+        from ts_core.optim.adamw_triton import adamw_kernel
+    except ImportError as error:
+        raise NotAvailableError(
+            f"updates on a GPU (mode 'gpu' or 'hybrid') need Triton, which comes with torch for "
+            f"CUDA and cannot be imported here: {error}. Use mode='cpu', or pip install triton."
+        ) from error
+    return adamw_kernel

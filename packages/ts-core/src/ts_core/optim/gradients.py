@@ -1,0 +1,149 @@
+"""Gradients of one bucket, from the first that comes to the one flat tensor the update reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ts_core.device.base import Device, Event
+from ts_core.memory.arena import PinnedArena
+from ts_core.optim.layout import FlatLayout
+from ts_core.transfer import CopyEngine
+
+
+@dataclass
+class Sealed:
+    """The complete gradients of a step.
+
+    Attributes:
+        flat: [numel] in the parameters' dtype, where the update runs; parts of parameters without
+            a gradient are undefined.
+        behind: event on the compute stream after which `flat` is final (device memory).
+        arrived: event after which `flat` holds the first part (host memory).
+        extra: (event, part) still to be added to `flat`, in order.
+    """
+
+    flat: torch.Tensor
+    behind: Event | None = None
+    arrived: Event | None = None
+    extra: list[tuple[Event, torch.Tensor]] = field(default_factory=list)
+
+    def land(self, device: Device) -> torch.Tensor:
+        """Wait for the parts in host memory and sum them (worker thread); returns `flat`."""
+        if self.arrived is not None:
+            device.host_wait(self.arrived)
+            self.arrived = None
+        for event, part in self.extra:
+            device.host_wait(event)
+            self.flat.add_(part)
+        self.extra.clear()
+        return self.flat
+
+
+class Gradients:
+    """Collects gradients where the update will read them.
+
+    Args:
+        layout: of the bucket.
+        copies: engine of the link.
+        arena: where host buffers that cross the link come from.
+        to_host: gradients leave for host memory as they come; else they stay where they are.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, copies: CopyEngine, arena: PinnedArena, to_host: bool
+    ) -> None:
+        self._layout = layout
+        self._copies = copies
+        self._arena = arena
+        self._to_host = to_host and copies.device.separate_memory
+        dtype, numel = layout.dtype, layout.numel
+        self._host = arena.empty((numel,), dtype, tag="gradients") if self._to_host else None
+        if self._host is not None:
+            self._host.zero_()
+        self._stage = (
+            torch.zeros(numel, dtype=dtype, device=copies.device.torch_device)
+            if layout.many
+            else None
+        )
+        self._views = [] if self._stage is None else layout.split(self._stage)
+        self._single: torch.Tensor | None = None
+        self._arrived: Event | None = None
+        self._extra: list[tuple[Event, torch.Tensor]] = []
+
+    def host_bytes(self) -> int:
+        """Host memory held."""
+        held = self._host
+        if held is None and not self._copies.device.separate_memory:
+            held = self._stage
+        return 0 if held is None else held.numel() * held.element_size()
+
+    @torch.no_grad()
+    def absorb(self, pending: dict[int, torch.Tensor], counts: Sequence[int]) -> None:
+        """Take gradients of one backward; `counts` are the passes so far, these included."""
+        if not pending:
+            return
+        if self._layout.many:
+            items = pending.items()
+            first = [(self._views[p], g) for p, g in items if counts[p] == 1]
+            more = [(self._views[p], g) for p, g in items if counts[p] > 1]
+            if first:
+                torch._foreach_copy_([v for v, _ in first], [g for _, g in first])
+            if more:
+                torch._foreach_add_([v for v, _ in more], [g for _, g in more])
+            return
+        flat = pending[0].contiguous().view(-1)
+        if not self._to_host:
+            self._single = flat if self._single is None else self._single.add_(flat)
+            return
+        assert self._host is not None
+        behind = self._copies.record_compute()
+        if counts[0] == 1:
+            self._single = flat
+            self._arrived = self._copies.d2h(self._host, flat, after=behind)
+        else:
+            self._single = None
+            part = self._arena.empty(
+                (self._layout.numel,), self._layout.dtype, tag="gradients", grow=False
+            )
+            self._extra.append((self._copies.d2h(part, flat, after=behind), part))
+
+    @torch.no_grad()
+    def seal(self, counts: Sequence[int], norm: torch.Tensor | None) -> tuple[Sealed, bool]:
+        """All gradients of the step are here.
+
+        Args:
+            counts: passes per parameter; those with 0 have no gradient.
+            norm: a 0-d fp32 tensor on the device for the 2-norm of this bucket, or None.
+
+        Returns:
+            What the update needs, and whether `norm` was filled (it is where the whole gradient
+            is on a device of its own; else the host measures what has landed).
+        """
+        copies = self._copies
+        whole = self._stage if self._layout.many else self._single
+        if self._layout.many and not all(counts):
+            missing = [view for view, count in zip(self._views, counts, strict=True) if not count]
+            torch._foreach_zero_(missing)
+        measured = norm is not None and whole is not None and copies.device.separate_memory
+        if measured:
+            torch.linalg.vector_norm(whole, dtype=torch.float32, out=norm)
+        behind = copies.record_compute()
+        if not self._to_host:
+            assert whole is not None
+            sealed = Sealed(whole, behind=behind)
+        else:
+            assert self._host is not None
+            if self._stage is not None:
+                self._arrived = copies.d2h(self._host, self._stage, after=behind)
+            sealed = Sealed(self._host, arrived=self._arrived, extra=self._extra)
+        self.reset()
+        return sealed, measured
+
+    def reset(self) -> None:
+        """Forget the step's gradients."""
+        self._single = None
+        self._arrived = None
+        self._extra = []

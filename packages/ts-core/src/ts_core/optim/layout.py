@@ -1,0 +1,147 @@
+"""Where the parameters of a bucket lie: one flat piece of device memory, and offsets into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+SMALL_BYTES = 1 << 20
+BUCKET_BYTES = 16 << 20
+PAD = 256  # elements; the block of 8-bit moments, so that a parameter starts one
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyper-parameters of one update, as torch.optim.AdamW names them."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor (a parameter of FSDP2, say)."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
+    part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def partition(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Split a param group into buckets: large parameters alone, small ones together in order.
+
+    DTensors are always alone, since their memory belongs to their owner and is not moved.
+    """
+    buckets: list[list[torch.nn.Parameter]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    sizes: dict[int, int] = {}
+    for param in params:
+        size_bytes = param.numel() * param.element_size()
+        key = (param.dtype, param.device)
+        if size_bytes > SMALL_BYTES or is_sharded(param):
+            buckets.append([param])
+            continue
+        bucket = open_buckets.get(key)
+        if bucket is None or sizes[id(bucket)] + size_bytes > BUCKET_BYTES:
+            bucket = []
+            open_buckets[key] = bucket
+            buckets.append(bucket)
+            sizes[id(bucket)] = 0
+        bucket.append(param)
+        sizes[id(bucket)] += size_bytes
+    return buckets
+
+
+class FlatLayout:
+    """The parameters of one bucket in flat memory.
+
+    Many small parameters, or one that is not contiguous, are moved into one buffer at
+    construction: their values and shapes stay. A single contiguous one is left where it is.
+
+    Args:
+        params: of one dtype and device.
+
+    Attributes:
+        offsets: of each parameter, in elements.
+        sizes: of each parameter, in elements.
+        numel: of the whole piece, padding between parameters included.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self.params = list(params)
+        self.dtype = params[0].dtype
+        self.sizes = [local(param).numel() for param in params]
+        self.offsets: list[int] = []
+        offset = 0
+        for size in self.sizes:
+            self.offsets.append(offset)
+            offset += -(-size // PAD) * PAD if len(params) > 1 else size
+        self.numel = offset
+        alone = len(params) == 1 and local(params[0]).is_contiguous()
+        self._flat = None if alone else self._rehome()
+        self._seen = [(-1, -1)] * len(self.params)
+        if self._flat is not None:
+            self.note_values()
+
+    @property
+    def many(self) -> bool:
+        """Whether there is more than one parameter."""
+        return len(self.params) > 1
+
+    def flat(self) -> torch.Tensor:
+        """The parameters' memory, 1-D [numel], in their dtype, on their device."""
+        return self._flat if self._flat is not None else local(self.params[0].data).view(-1)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat [numel] tensor in the parameters' shapes."""
+        return [self.view(flat, position) for position in range(len(self.params))]
+
+    def view(self, flat: torch.Tensor, position: int) -> torch.Tensor:
+        """One parameter's part of a flat [numel] tensor, in its shape."""
+        offset, size = self.offsets[position], self.sizes[position]
+        return flat[offset : offset + size].view(local(self.params[position].data).shape)
+
+    def note_values(self, positions: Sequence[int] | None = None) -> None:
+        """The parameters' present values are ours (all, or those at `positions`)."""
+        for position in range(len(self.params)) if positions is None else positions:
+            param = self.params[position]
+            self._seen[position] = (param._version, local(param.data).data_ptr())
+
+    @torch.no_grad()
+    def foreign_writes(self) -> list[int]:
+        """Positions whose values somebody else wrote since `note_values`; noted now.
+
+        A replaced `.data` is copied into the flat memory.
+        """
+        changed = []
+        for position, param in enumerate(self.params):
+            here = local(param.data)
+            now = (param._version, here.data_ptr())
+            if now == self._seen[position]:
+                continue
+            changed.append(position)
+            if self._flat is not None:
+                view = self.view(self._flat, position)
+                if view.data_ptr() != here.data_ptr():
+                    view.copy_(param.data)
+                    param.data = view
+            self.note_values([position])
+        return changed
+
+    def _rehome(self) -> torch.Tensor:
+        first = self.params[0]
+        flat = torch.zeros(self.numel, dtype=self.dtype, device=first.device)
+        for param, view in zip(self.params, self.split(flat), strict=True):
+            view.copy_(param.data)
+            param.data = view
+        return flat

@@ -1,0 +1,113 @@
+"""The global gradient norm of a step, from parts measured on the device and on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ts_core.device.base import Event
+from ts_core.memory.arena import PinnedArena
+from ts_core.optim.buckets import Bucket, Measured
+from ts_core.optim.layout import is_sharded
+from ts_core.transfer import CopyEngine
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the norm says of a step: the norm, the factor on its gradients, whether to skip it."""
+
+    norm: float
+    scale: float = 1.0
+    skip: bool = False
+
+
+class NormParts:
+    """Device memory for the norms of buckets, and its way to the host.
+
+    Two sets in turn, so that a step's parts are not overwritten while the host reads them.
+    """
+
+    def __init__(self, count: int, copies: CopyEngine, arena: PinnedArena) -> None:
+        self._copies = copies
+        self._device_sets: list[torch.Tensor] = []
+        self._host_sets: list[torch.Tensor] = []
+        if copies.device.separate_memory:
+            where = copies.device.torch_device
+            self._device_sets = [torch.zeros(count, device=where) for _ in range(2)]
+            self._host_sets = [
+                arena.empty((count,), torch.float32, tag="gradients") for _ in range(2)
+            ]
+
+    def part(self, step: int, index: int) -> torch.Tensor | None:
+        """Where bucket `index` puts its norm in this step; None on the host device."""
+        return self._device_sets[step % 2][index] if self._device_sets else None
+
+    def fetch(self, step: int) -> tuple[Event, torch.Tensor] | None:
+        """Queue the copy of this step's parts to the host."""
+        if not self._device_sets:
+            return None
+        here, there = self._host_sets[step % 2], self._device_sets[step % 2]
+        return self._copies.d2h(here, there, after=self._copies.record_compute()), here
+
+
+def judge(
+    norm: float,
+    bad: str,
+    max_grad_norm: float | None,
+    skip_nonfinite: bool,
+    step: int,
+    say: Callable[[str], None],
+) -> Verdict:
+    """The verdict on a step with this norm; says so when a gradient is not finite."""
+    if not math.isfinite(norm):
+        what = "is skipped, as asked" if skip_nonfinite else "is applied, as torch would"
+        say(f"step {step}: {bad or 'gradients'} NaN or infinite; the update {what}")
+        if skip_nonfinite:
+            return Verdict(norm, skip=True)
+    if max_grad_norm is None:
+        return Verdict(norm)
+    scale = max_grad_norm / (norm + 1e-6)
+    return Verdict(norm, scale if math.isnan(scale) else min(1.0, scale))
+
+
+def total_squares(
+    device_parts: Sequence[float], host_parts: Sequence[Future[Measured]]
+) -> tuple[float, int]:
+    """Sum of squares and count of non-finite values (of the host's parts)."""
+    measured = [part.result() for part in host_parts]
+    squares = [norm * norm for norm in device_parts] + [m.sum_of_squares for m in measured]
+    try:
+        total = math.fsum(squares)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond fp64
+        total = math.nan if any(math.isnan(s) for s in squares) else math.inf
+    return total, sum(m.nonfinite for m in measured)
+
+
+def sharded_squares(buckets: Sequence[Bucket], squares: Sequence[float]) -> float:
+    """Sum over all processes of the squares of DTensor buckets' local gradients.
+
+    Every process of the meshes must call it at the same point. A part that several processes hold
+    (replicated over a mesh dimension) counts once.
+    """
+    total = 0.0
+    by_mesh: dict[tuple[Any, Any], list[float]] = {}
+    for bucket, value in zip(buckets, squares, strict=True):
+        param: Any = bucket.params[0]
+        by_mesh.setdefault((param.device_mesh, param.placements), []).append(value)
+    for (mesh, placements), values in by_mesh.items():
+        part = torch.tensor(math.fsum(values), dtype=torch.float64, device=mesh.device_type)
+        for dimension, placement in enumerate(placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(part, group=mesh.get_group(dimension))
+        total += float(part)
+    return total
+
+
+def any_sharded(buckets: Sequence[Bucket]) -> bool:
+    """Whether a bucket holds a DTensor."""
+    return any(is_sharded(bucket.params[0]) for bucket in buckets)

@@ -1,0 +1,150 @@
+"""Running updates behind the caller's back, in order, with reads guarded until they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ts_core.device.base import Event
+from ts_core.memory.arena import PinnedArena
+from ts_core.optim import norms, read_guard
+from ts_core.optim.buckets import Bucket, Measured
+from ts_core.optim.layout import Hyper
+from ts_core.optim.norms import NormParts, Verdict
+from ts_core.transfer import CopyEngine
+
+
+class UpdatePipeline:
+    """One thread for host updates and norms, one that queues device updates.
+
+    Both take their work in order and sleep while there is none. A norm is queued on the host thread
+    before the updates that need its verdict, so waiting for it cannot lock up.
+
+    Args:
+        guard_reads: change the class of parameters in flight, so that every read waits.
+    """
+
+    def __init__(self, guard_reads: bool = True) -> None:
+        self.guard_reads = guard_reads
+        self._host = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw")
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw-device")
+        self._measured: dict[int, Future[Measured]] = {}
+        self._on_device: set[int] = set()
+        self._parts: NormParts | None = None
+        self._parts_for = 0
+
+    def close(
+        self,
+        bucket: Bucket,
+        index: int,
+        step: int,
+        measure: bool,
+        threads: int,
+    ) -> None:
+        """All gradients of a bucket are here; start measuring them if the norm is wanted."""
+        part = None
+        if measure and self._parts is not None:
+            part = self._parts.part(step, index)
+        if bucket.close(part):
+            self._on_device.add(index)
+        elif measure:
+            self._measured[index] = self._host.submit(bucket.measuring(threads))
+
+    def prepare_norms(self, count: int, copies: CopyEngine, arena: PinnedArena) -> None:
+        """Room for the norms of `count` buckets."""
+        if count != self._parts_for:
+            self._parts = NormParts(count, copies, arena)
+            self._parts_for = count
+
+    def verdict(
+        self,
+        buckets: Sequence[Bucket],
+        step: int,
+        max_grad_norm: float | None,
+        skip_nonfinite: bool,
+        say: Callable[[str], None],
+    ) -> Future[Verdict]:
+        """Queue the norm of the closed buckets and what follows from it.
+
+        Waits for it at once if parameters are sharded over processes, since the sum over those is a
+        collective, which belongs on the calling thread.
+        """
+        measured, self._measured = self._measured, {}
+        indices, self._on_device = sorted(self._on_device), set()
+        fetched = None
+        if indices:
+            assert self._parts is not None
+            fetched = self._parts.fetch(step)
+
+        def device_norms() -> dict[int, float]:
+            if fetched is None:
+                return {}
+            event, parts = fetched
+            event.synchronize()
+            return {index: float(parts[index]) for index in indices}
+
+        def decide(total: float, bad: str) -> Verdict:
+            norm = total**0.5 if total == total else total
+            return norms.judge(norm, bad, max_grad_norm, skip_nonfinite, step + 1, say)
+
+        def work() -> Verdict:
+            by_index = device_norms()
+            total, count = norms.total_squares(list(by_index.values()), list(measured.values()))
+            return decide(total, _bad_parts(by_index, count, buckets))
+
+        if not norms.any_sharded(buckets):
+            return self._host.submit(work)
+        future: Future[Verdict] = Future()
+        by_index = device_norms()
+        squares = {index: norm * norm for index, norm in by_index.items()}
+        squares.update((index, job.result().sum_of_squares) for index, job in measured.items())
+        sharded = [i for i, bucket in enumerate(buckets) if norms.any_sharded([bucket])]
+        total = norms.sharded_squares(
+            [buckets[i] for i in sharded], [squares.pop(i, 0.0) for i in sharded]
+        )
+        future.set_result(decide(total + sum(squares.values()), ""))
+        return future
+
+    def launch(
+        self, bucket: Bucket, hyper: Hyper, verdict: Future[Verdict] | None
+    ) -> read_guard.Flight:
+        """Queue a closed bucket's update; reads of its parameters wait from here on."""
+        trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
+        bucket.mark_written()
+        update = bucket.take_update(hyper)
+        place = bucket.place
+
+        def work() -> Event | None:
+            scale = 1.0
+            if verdict is not None:
+                found = verdict.result()
+                if found.skip:
+                    bucket.uncount(update)
+                    return None
+                scale = found.scale
+            return place.update(update, scale)
+
+        worker = self._device if place.on_device else self._host
+        flight = bucket.flew(worker.submit(work))
+        if self.guard_reads and read_guard.can_guard(trained):
+            read_guard.guard(trained, flight)
+        return flight
+
+    def drop_measures(self) -> None:
+        """The step's gradients are dropped."""
+        for job in self._measured.values():
+            job.result()
+        self._measured.clear()
+        self._on_device.clear()
+
+
+def _bad_parts(by_index: dict[int, float], count: int, buckets: Sequence[Bucket]) -> str:
+    """Where the values that are not finite are, in words."""
+    found = [f"{count} gradient values are"] if count else []
+    for index, norm in by_index.items():
+        if norm - norm != 0:
+            params = buckets[index].params
+            shape = "x".join(map(str, params[0].shape)) or "scalar"
+            more = f" (with {len(params) - 1} more)" if len(params) > 1 else ""
+            found.append(f"the gradient of a {shape} parameter{more} is")
+    return ", ".join(found[:3])

@@ -1,0 +1,159 @@
+"""Reads of a parameter whose update is still in flight wait for it, wherever they happen.
+
+While its update runs, a parameter's class is a subclass of nn.Parameter with __torch_function__,
+so that the first operation that touches it, from any thread, waits first. It is an ordinary
+nn.Parameter again once the new values are there. A view taken before step() is not covered.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from ts_core.device.base import Event
+from ts_core.transfer import CopyEngine
+
+# Properties that say nothing of the values.
+_HARMLESS = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        "grad",
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "ndim",
+        "layout",
+        "grad_fn",
+        "is_cuda",
+        "is_sparse",
+        "is_quantized",
+        "is_meta",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+    )
+    if hasattr(torch.Tensor, name)
+) | frozenset(
+    (
+        torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+        torch.Tensor.numel,
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.stride,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook,
+        torch.Tensor.requires_grad_,
+    )
+)
+
+
+class Flight:
+    """An update on its way; holds no parameter.
+
+    Args:
+        job: the queued update; its result is the event of the new values' arrival on the device,
+            or None when they are there as soon as it has run.
+        copies: the link's engine, through which streams wait.
+    """
+
+    def __init__(self, job: Future[Event | None], copies: CopyEngine) -> None:
+        self._job = job
+        self._copies = copies
+
+    def wait(self) -> bool:
+        """Make the calling thread, and its compute stream, wait for the new values.
+
+        Returns:
+            Whether they are there already, so that no other stream need wait either.
+
+        Raises:
+            BaseException: what the update raised, at every read until the next update.
+        """
+        event = self._job.result()
+        if event is None:
+            return True
+        self._copies.wait_compute(event)
+        return event.query()
+
+
+_flights: dict[int, tuple[weakref.ref[nn.Parameter], Flight]] = {}
+_lock = threading.Lock()
+
+
+class ParameterInFlight(nn.Parameter):
+    """A parameter that is being updated; the first operation on it waits."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _HARMLESS:
+            _settle(args)
+            _settle(kwargs.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def can_guard(params: Sequence[nn.Parameter]) -> bool:
+    """Whether these are plain parameters, whose class may be changed for a while."""
+    return all(type(param) in (nn.Parameter, ParameterInFlight) for param in params)
+
+
+def guard(params: Sequence[nn.Parameter], flight: Flight) -> None:
+    """Make operations on any of `params` (`can_guard`) wait for `flight`."""
+    with _lock:
+        for param in params:
+            key = id(param)
+            _flights[key] = (weakref.ref(param, functools.partial(_forget, key)), flight)
+            param.__class__ = ParameterInFlight
+
+
+def release(params: Sequence[nn.Parameter]) -> None:
+    """Ordinary parameters again."""
+    with _lock:
+        for param in params:
+            _flights.pop(id(param), None)
+            if type(param) is ParameterInFlight:
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def in_flight(param: nn.Parameter) -> bool:
+    """Whether reads of `param` wait at present."""
+    return type(param) is ParameterInFlight
+
+
+def _forget(key: int, _: object) -> None:
+    _flights.pop(key, None)
+
+
+def _settle(values: Any) -> None:
+    for value in values:
+        if type(value) is ParameterInFlight:
+            entry = _flights.get(id(value))
+            if entry is None or entry[1].wait():
+                _release_landed(value, entry)
+        elif isinstance(value, list | tuple):
+            _settle(value)
+        elif isinstance(value, dict):
+            _settle(value.values())
+
+
+def _release_landed(param: nn.Parameter, entry: Any) -> None:
+    """Release, unless another update has started meanwhile (another thread's step)."""
+    with _lock:
+        if _flights.get(id(param)) is entry:
+            _flights.pop(id(param), None)
+            param.__class__ = nn.Parameter
