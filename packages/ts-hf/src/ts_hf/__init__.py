@@ -17,6 +17,7 @@ _HOMES = {
     "find_decoder_layers": "ts_hf.families",
     "wrap_hf": "ts_hf.wrapping",
     "TrainStreamTrainer": "ts_hf.training.trainer",
+    "TrainStreamCache": "ts_hf.cache",
     "TrainStreamCallback": "ts_hf.training.memory_log",
     "save_adapter": "ts_hf.adapters",
     "demo_model_folder": "ts_hf.demo_model",
@@ -24,6 +25,7 @@ _HOMES = {
 
 __all__ = [
     "LoadReport",
+    "TrainStreamCache",
     "TrainStreamCallback",
     "TrainStreamTrainer",
     "demo_model_folder",
@@ -35,6 +37,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from ts_hf.adapters import save_adapter as save_adapter
+    from ts_hf.cache import TrainStreamCache as TrainStreamCache
     from ts_hf.demo_model import demo_model_folder as demo_model_folder
     from ts_hf.families import find_decoder_layers as find_decoder_layers
     from ts_hf.fill import LoadReport as LoadReport
