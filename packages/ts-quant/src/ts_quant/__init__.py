@@ -16,6 +16,7 @@ from ts_quant.codecs import int8 as _int8  # noqa: F401  (registers the codec)
 from ts_quant.codecs import nf4 as _nf4  # noqa: F401  (registers the codec)
 from ts_quant.error_stats import error_stats
 from ts_quant.errors import (
+    CheckpointError,
     FrozenWeightError,
     KernelError,
     NonFiniteWeightError,
@@ -26,32 +27,47 @@ from ts_quant.errors import (
 from ts_quant.loftq import LoftQResult, loftq
 from ts_quant.lora_start import ErrorStart, init_lora_from_error
 from ts_quant.measure import ErrorStats, error
+from ts_quant.merge import MatrixMerge, MergeReport, merge_weight
+from ts_quant.readers.folder import iterate_checkpoint
+from ts_quant.readers.plan import ReadPlan, StoredWeight, plan_reading
 from ts_quant.storage_report import MatrixReport, StorageReport
+from ts_quant.stored import iterate_quantized, load_quantized, save_quantized
 from ts_quant.storing import Stored, Storer
 from ts_quant.tensor import QuantTensor
 
 __version__ = "0.8.0"
 
 __all__ = [
+    "CheckpointError",
     "Choice",
     "ErrorStart",
     "ErrorStats",
     "FrozenWeightError",
     "KernelError",
     "LoftQResult",
+    "MatrixMerge",
     "MatrixReport",
+    "MergeReport",
     "NonFiniteWeightError",
     "NotAvailableError",
     "OptionError",
     "QuantError",
     "QuantTensor",
+    "ReadPlan",
     "StorageReport",
     "Stored",
+    "StoredWeight",
     "Storer",
     "choose",
     "error",
     "error_stats",
     "init_lora_from_error",
+    "iterate_checkpoint",
+    "iterate_quantized",
+    "load_quantized",
     "loftq",
+    "merge_weight",
+    "plan_reading",
     "quantize",
+    "save_quantized",
 ]

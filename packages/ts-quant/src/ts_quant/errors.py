@@ -4,6 +4,7 @@
     ├── OptionError        (ValueError)    an argument has a value that is not accepted
     │   └── NotAvailableError              a value of the interface not built in this version
     ├── NonFiniteWeightError (ValueError)  a weight to be encoded holds NaN or infinity
+    ├── CheckpointError    (ValueError)    a file of weights is damaged or not of its format
     ├── FrozenWeightError  (RuntimeError)  an operation would train or edit a quantized weight
     └── KernelError        (RuntimeError)  a Triton kernel cannot be built on this machine
 
@@ -27,6 +28,10 @@ class NotAvailableError(OptionError):
 
 class NonFiniteWeightError(QuantError, ValueError):
     """A weight to be encoded holds NaN or infinity."""
+
+
+class CheckpointError(QuantError, ValueError):
+    """A file of weights is damaged, truncated, or not of the format it claims."""
 
 
 class FrozenWeightError(QuantError, RuntimeError):

@@ -1,0 +1,80 @@
+"""A checkpoint folder of any format that is read, one weight at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ts_quant.errors import CheckpointError
+from ts_quant.readers.plan import ReadPlan, plan_reading
+from ts_quant.safetensors_file import Entry, read_header, read_tensor
+
+_MOST_JSON_BYTES = 100_000_000
+
+
+def iterate_checkpoint(
+    folder: str | Path, dtype: torch.dtype = torch.bfloat16
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a safetensors checkpoint, quantized weights as they are stored.
+
+    All headers are checked before the first tensor is read. One weight at a time is in memory, if
+    the caller keeps none.
+
+    Args:
+        folder: holds *.safetensors, config.json (with its quantization_config) and, from
+            ModelOpt, hf_quant_config.json.
+        dtype: what quantized weights decode to by default; ordinary tensors keep theirs.
+
+    Yields:
+        (name, tensor): QuantTensors for quantized weights (named as if they were not), ordinary
+        tensors for the rest; scales of activations are left out. On the CPU.
+
+    Raises:
+        CheckpointError: files are missing, damaged or truncated.
+        NotAvailableError: a format or an algorithm that is not read, by name.
+    """
+    path = Path(folder)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no .safetensors file")
+    entries: dict[str, Entry] = {}
+    for file in files:
+        found, _ = read_header(file)
+        twice = entries.keys() & found.keys()
+        if twice:
+            raise CheckpointError(f"{file} and another file both hold {min(twice)!r}")
+        entries.update(found)
+    plan = plan_reading(
+        entries,
+        (_json(path / "config.json") or {}).get("quantization_config"),
+        lambda name: read_tensor(entries[name]),
+        modelopt=_json(path / "hf_quant_config.json"),
+    )
+    if plan is None:
+        plan = ReadPlan("plain")
+    for name, weight in plan.weights.items():
+        tensors = {role: read_tensor(entries[key]) for role, key in weight.sources.items()}
+        yield name, weight.build(tensors, dtype)
+    left_out = plan.consumed | plan.ignored
+    for name, entry in entries.items():
+        if name not in left_out:
+            yield name, read_tensor(entry)
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        if file.stat().st_size > _MOST_JSON_BYTES:
+            raise ValueError("too large")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} is no JSON object")
+    return found

@@ -1,0 +1,245 @@
+"""Which tensors of a checkpoint make up which quantized weight.
+
+A reader is given the names, dtypes and shapes of a checkpoint's tensors and its quantization
+config, and answers with a `ReadPlan`; tensors are read only when a weight is built, apart from the
+few small ones that describe others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ts_quant.errors import CheckpointError, NotAvailableError, OptionError
+from ts_quant.tensor import QuantTensor
+
+
+class TensorInfo(Protocol):
+    """What a header says of a tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+
+Header = Mapping[str, Any]
+"""Tensor name -> TensorInfo."""
+
+ReadSmall = Callable[[str], Tensor]
+"""Reads one (small) tensor by its name."""
+
+Build = Callable[[Mapping[str, Tensor]], "StoredParts"]
+
+
+@dataclass(frozen=True)
+class StoredParts:
+    """What `QuantTensor.from_buffers` takes.
+
+    Attributes:
+        codec: the codec's name.
+        buffers: by name; those of two or more dimensions keep the weight's rows and columns.
+        layout: scale layout, block size, rows.
+    """
+
+    codec: str
+    buffers: dict[str, Tensor]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One quantized weight of a checkpoint.
+
+    Attributes:
+        name: its name without the format's suffixes ("model.layers.0.mlp.up_proj.weight").
+        shape: of the decoded weight.
+        sources: role -> name of the tensor in the checkpoint; the codes are the first.
+        make: parts from the tensors of `sources`.
+        transposed: whether models hold this weight with its last two dimensions swapped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: dict[str, str]
+    make: Build
+    transposed: bool = False
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> StoredParts:
+        """The buffers, from the tensors by role.
+
+        Raises:
+            CheckpointError: the tensors do not make such a weight.
+        """
+        try:
+            return self.make(tensors)
+        except (OptionError, KeyError, IndexError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"the stored weight {self.name!r}: {error}") from error
+
+    def build(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> QuantTensor:
+        """The QuantTensor, over the tensors given (by role); nothing is decoded.
+
+        Raises:
+            CheckpointError: the tensors do not make such a weight.
+        """
+        return assemble(self.name, self.parts(tensors), self.shape, dtype)
+
+
+def assemble(
+    name: str, parts: StoredParts, shape: tuple[int, ...], dtype: torch.dtype
+) -> QuantTensor:
+    """A QuantTensor of parts; errors name the weight."""
+    try:
+        return QuantTensor.from_buffers(
+            parts.codec, parts.buffers, shape=shape, dtype=dtype, layout=parts.layout
+        )
+    except OptionError as error:
+        raise CheckpointError(f"the stored weight {name!r}: {error}") from error
+
+
+@dataclass
+class ReadPlan:
+    """How to read a checkpoint that stores weights quantized.
+
+    Attributes:
+        format: the format, in words.
+        weights: the quantized weights, by name.
+        ignored: tensors that no weight needs (scales of activations, of the cache, ...).
+    """
+
+    format: str
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+
+    def add(self, weight: StoredWeight) -> None:
+        """Add a weight; two of one name are refused."""
+        if weight.name in self.weights:
+            raise CheckpointError(f"the checkpoint stores {weight.name!r} twice")
+        self.weights[weight.name] = weight
+
+    @property
+    def consumed(self) -> set[str]:
+        """Names of the tensors that the weights are made of."""
+        return {key for weight in self.weights.values() for key in weight.sources.values()}
+
+    def assemble(
+        self, name: str, parts: StoredParts, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QuantTensor:
+        """A QuantTensor of parts joined from several weights'."""
+        return assemble(name, parts, shape, dtype)
+
+
+def plan_reading(
+    header: Header,
+    config: Mapping[str, Any] | None,
+    read: ReadSmall,
+    *,
+    modelopt: Mapping[str, Any] | None = None,
+) -> ReadPlan | None:
+    """Find the quantized weights of a checkpoint.
+
+    Args:
+        header: name -> dtype and shape of every tensor.
+        config: `quantization_config` of config.json, or None.
+        read: reads one small tensor by name (bitsandbytes keeps descriptions in tensors).
+        modelopt: contents of hf_quant_config.json, or None.
+
+    Returns:
+        The plan, or None where nothing is stored quantized.
+
+    Raises:
+        NotAvailableError: a format, or an algorithm of it, that this version does not read.
+        CheckpointError: the tensors are not what the format asks for.
+    """
+    from ts_quant.readers import bitsandbytes, block_fp8, compressed_tensors, mxfp4
+    from ts_quant.readers import modelopt as modelopt_reader
+
+    readers: dict[str, Callable[..., ReadPlan]] = {
+        "bitsandbytes": bitsandbytes.plan,
+        "compressed-tensors": compressed_tensors.plan,
+        "fp8": block_fp8.plan,
+        "modelopt": modelopt_reader.plan,
+        "mxfp4": mxfp4.plan,
+    }
+    settings = _settings(config, "quantization_config")
+    method = settings.get("quant_method")
+    if method is None and modelopt is not None:
+        method, settings = "modelopt", _settings(modelopt, "hf_quant_config.json")
+    if method is None and settings.get("load_in_4bit"):
+        method = "bitsandbytes"
+    if method is None and bitsandbytes.present(header):
+        method = "bitsandbytes"
+    if method is None:
+        if settings:
+            raise NotAvailableError(
+                f"the checkpoint's quantization_config names no quant_method "
+                f"({sorted(map(str, settings))}); this version reads {', '.join(sorted(readers))}"
+            )
+        return None
+    reader = readers.get(str(method))
+    if reader is None:
+        raise NotAvailableError(
+            f"the checkpoint's weights are stored by {method!r}, which this version does not "
+            f"read; it reads {', '.join(sorted(readers))}. Use the full-precision checkpoint and "
+            f"quantize it while loading"
+        )
+    found = reader(header, settings, read)
+    _refuse_left_over(header, found)
+    return found
+
+
+def _settings(config: Any, where: str) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"{where} is a {type(config).__name__}, not an object")
+    return dict(config)
+
+
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _refuse_left_over(header: Header, found: ReadPlan) -> None:
+    """No tensor of codes may be taken for an ordinary weight."""
+    used = found.consumed | found.ignored
+    for name, info in header.items():
+        if name not in used and info.dtype in _CODES and len(info.shape) >= 2:
+            raise CheckpointError(
+                f"tensor {name!r} ({info.dtype}, shape {list(info.shape)}) holds codes, but the "
+                f"tensors that {found.format} keeps beside them are missing. The checkpoint is "
+                f"incomplete, or of a variant that this version does not read"
+            )
+
+
+def info_of(header: Header, name: str, weight: str, purpose: str) -> TensorInfo:
+    """The header's entry of a tensor that must be there."""
+    info: TensorInfo | None = header.get(name)
+    if info is None:
+        raise CheckpointError(f"{weight!r} has no tensor {name!r}, {purpose}")
+    return info
+
+
+def expect_shape(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape."""
+    if tuple(info.shape) != shape:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {list(info.shape)}; expected {list(shape)}"
+        )
+
+
+def expect_scalar(name: str, info: TensorInfo) -> None:
+    """Refuse what is not one number (0-d or [1])."""
+    if tuple(info.shape) not in ((), (1,)):
+        raise CheckpointError(f"tensor {name!r} has shape {list(info.shape)}; expected one number")
+
+
+def float32(tensor: Tensor) -> Tensor:
+    """Scales in fp32 (bf16, fp16 and e8m0 ones are exact in it), contiguous."""
+    return tensor.to(torch.float32).contiguous()
