@@ -3,6 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+#include <vector>
+
 #include "adamw.h"
 #include "arguments.h"
 #include "bind_arena.h"
@@ -13,6 +16,7 @@
 #include "event_wait.h"
 #include "gil.h"
 #include "grad_stats.h"
+#include "memory_stream.h"
 #include "thread_pool.h"
 #include "version.h"
 
@@ -132,6 +136,22 @@ py::tuple py_grad_stats(Address grad, const std::string& dtype, long long n, lon
   return py::make_tuple(stats.sum_of_squares, stats.nonfinite);
 }
 
+void py_stream_memory(const std::vector<std::tuple<Address, long long, bool>>& regions,
+                      long long chunks, long long threads, std::uint8_t flip) {
+  std::vector<StreamRegion> checked;
+  for (const auto& [address, bytes, written] : regions) {
+    const std::size_t count = checked_count("bytes", bytes, 1);
+    check_range({"address", address, count});
+    checked.push_back({pointer<void>(address), count, written});
+  }
+  if (chunks < 1) {
+    throw std::invalid_argument("chunks=" + std::to_string(chunks) + ": expected 1 or more");
+  }
+  const int wanted = checked_threads(threads);
+  const GilReleased unlocked;
+  stream_memory(checked, static_cast<std::size_t>(chunks), wanted, flip);
+}
+
 void check_event(Address event) {
   if (event == 0) {
     throw std::invalid_argument("event=0: expected the handle of a recorded CUDA event");
@@ -229,6 +249,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("moments_from_float32", &py_moments_from_float32);
   m.attr("moment_block") = py::int_(kMomentBlock);
   m.def("grad_stats", &py_grad_stats);
+  m.def("stream_memory", &py_stream_memory);
 
   m.def("available_simd_levels", &available_simd_levels);
   m.def("simd_level", &simd_level);

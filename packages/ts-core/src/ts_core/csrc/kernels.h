@@ -64,10 +64,16 @@ struct GradSums {
 // Adds the elements to `sums`; the element at `grad` goes to lane 0.
 using GradStatsKernel = void (*)(const void* grad, std::size_t count, GradSums& sums);
 
+// Memory streams (memory_stream.h): write every byte back, changed by `flip`; read every byte.
+using RewriteKernel = void (*)(void* bytes, std::size_t count, std::uint8_t flip);
+using ReadKernel = std::uint32_t (*)(const void* bytes, std::size_t count);
+
 struct KernelTable {
   AdamWKernel adamw[3][3][2];  // [param dtype][grad dtype][has master]
   GradStatsKernel grad_stats[3];
   MomentKernels moments[2];  // bfloat16, int8
+  RewriteKernel rewrite;
+  ReadKernel read_through;
 };
 
 const KernelTable* scalar_kernels();

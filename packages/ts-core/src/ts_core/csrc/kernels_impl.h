@@ -128,6 +128,31 @@ void grad_stats(const void* pointer, std::size_t count, GradSums& sums) {
 }
 
 template <typename V>
+void rewrite(void* bytes, std::size_t count, std::uint8_t flip) {
+  constexpr std::size_t kStep = 4 * V::kWidth;
+  auto* at = static_cast<std::uint8_t*>(bytes);
+  const auto mask = V::set1i(flip * 0x01010101u);
+  for (; count >= kStep; count -= kStep, at += kStep) {
+    auto* words = reinterpret_cast<std::uint32_t*>(at);
+    V::store_u32(words, V::xori(V::load_u32(words), mask));
+  }
+  for (; count > 0; --count, ++at) *at = static_cast<std::uint8_t>(*at ^ flip);
+}
+
+template <typename V>
+std::uint32_t read_through(const void* bytes, std::size_t count) {
+  constexpr std::size_t kStep = 4 * V::kWidth;
+  const auto* at = static_cast<const std::uint8_t*>(bytes);
+  auto seen = V::set1i(0);
+  for (; count >= kStep; count -= kStep, at += kStep) {
+    seen = V::xori(seen, V::load_u32(reinterpret_cast<const std::uint32_t*>(at)));
+  }
+  std::uint32_t rest = 0;
+  for (; count > 0; --count, ++at) rest ^= *at;
+  return largest<V>(V::andi(seen, V::set1i(kMagnitude))) ^ rest;
+}
+
+template <typename V>
 KernelTable make_table() {
   return {{
               {{adamw<V, 0, 0, false>, adamw<V, 0, 0, true>},
@@ -141,5 +166,7 @@ KernelTable make_table() {
                {adamw<V, 2, 2, false>, adamw<V, 2, 2, true>}},
           },
           {grad_stats<V, 0>, grad_stats<V, 1>, grad_stats<V, 2>},
-          {bf16_moments<V>(), int8_moments<V>()}};
+          {bf16_moments<V>(), int8_moments<V>()},
+          rewrite<V>,
+          read_through<V>};
 }

@@ -58,8 +58,8 @@ struct Scalar {
   static void store_u16(std::uint16_t* to, std::uint32_t a) {
     write(to, static_cast<std::uint16_t>(a));
   }
-  static void store_u32(std::uint32_t* to, std::uint32_t a) { *to = a; }
-  static std::uint32_t load_u32(const std::uint32_t* from) { return *from; }
+  static void store_u32(std::uint32_t* to, std::uint32_t a) { write(to, a); }
+  static std::uint32_t load_u32(const std::uint32_t* from) { return read(from); }
 
   struct Squares {
     double lanes[kSquareLanes];

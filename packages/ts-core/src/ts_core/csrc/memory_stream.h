@@ -1,0 +1,22 @@
+// A plain stream through memory, as a measure of what an update could at most reach.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ts {
+
+struct StreamRegion {
+  void* address;
+  std::size_t bytes;
+  bool written;  // read, changed and written back; else only read
+};
+
+// Goes through all regions once, each cut into `chunks` equal parts: part i of every region, one
+// after the other, is the work of one turn of the loop over the thread pool. A written byte is
+// exclusive-ored with `flip`: 0 leaves memory as it was.
+void stream_memory(const std::vector<StreamRegion>& regions, std::size_t chunks, int threads,
+                   std::uint8_t flip);
+
+}  // namespace ts
