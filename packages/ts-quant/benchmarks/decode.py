@@ -7,8 +7,7 @@
 Each variant's output is compared with the PyTorch reference before it is timed. A time is the
 median of repeated launches with the L2 cache flushed in between (triton.testing.do_bench); bytes
 are the codes and scales read plus the values written. "copy" is a device-to-device copy of as
-many bytes written, the practical ceiling. The last line of a table names the fastest
-configuration; the defaults live in nf4_triton.DEFAULT_CONFIG and int8_triton.DEFAULT_CONFIG.
+many bytes written, the practical ceiling.
 """
 
 from __future__ import annotations
@@ -24,24 +23,44 @@ from torch import Tensor
 import ts_quant
 from ts_quant.codecs.base import codec_named
 
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("int8", {}),
+    "int8+dq": ("int8", {"double_quant": True}),
+    "fp8": ("fp8", {}),
+    "fp8-row": ("fp8", {"layout": "row"}),
+    "fp8-tile": ("fp8", {"layout": "tile"}),
+    "nf4": ("nf4", {}),
+    "nf4+dq": ("nf4", {"double_quant": True}),
+    "nvfp4": ("nvfp4", {}),
+    "mxfp4": ("mxfp4", {}),
+}
 
-def nf4_configs(quick: bool) -> list[Any]:
-    from ts_quant.codecs.nf4_triton import LOOKUPS, DecodeConfig
 
-    lookups = ["gather"] if quick else list(LOOKUPS)
-    sizes = [(256, 2), (256, 4), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8)]
+def variants(q: ts_quant.QuantTensor, out: Tensor, quick: bool) -> dict[str, Callable[[], None]]:
+    """Kernel calls by name; one, if `quick`."""
+    from ts_quant.codecs import byte_triton, nibble_triton, shuffle_triton
+
+    calls: dict[str, Callable[[], None]] = {}
+
+    def add(module: Any, config: Any) -> None:
+        calls[f"{module.__name__.rsplit('.', 1)[-1]} {config}"] = lambda: module.decode_out(
+            q.buffers(), q.spec, out, config
+        )
+
+    if q.codec in ("int8", "fp8"):
+        sizes = [(4096, 8), (2048, 4), (4096, 4), (8192, 8), (1024, 2)]
+        if q.spec.scales == "tile":
+            sizes = sizes[:1]  # has no choices
+        for values, warps in sizes[:1] if quick else sizes:
+            add(byte_triton, byte_triton.DecodeConfig(values, warps))
+        return calls
+    add(shuffle_triton, shuffle_triton.DEFAULT_CONFIG)
     if not quick:
-        sizes += [(128, 1), (256, 1), (512, 8), (4096, 8), (4096, 16)]
-    return [DecodeConfig(lookup, words, warps) for lookup in lookups for words, warps in sizes]
-
-
-def int8_configs(quick: bool) -> list[Any]:
-    from ts_quant.codecs.int8_triton import DecodeConfig
-
-    sizes = [(1024, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8)]
-    if not quick:
-        sizes += [(1024, 1), (2048, 2), (8192, 4), (16384, 8)]
-    return [DecodeConfig(values, warps) for values, warps in sizes]
+        for words, warps in ((128, 1), (512, 4)):
+            add(nibble_triton, nibble_triton.DecodeConfig("gather", words, warps))
+        for warps, unroll in ((4, 1), (8, 1), (4, 4), (8, 2)):
+            add(shuffle_triton, shuffle_triton.ShuffleConfig(warps, unroll))
+    return calls
 
 
 def gpu_ms(call: Callable[[], object]) -> float:
@@ -51,45 +70,35 @@ def gpu_ms(call: Callable[[], object]) -> float:
     return ms
 
 
-def bench_gpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype, quick: bool) -> None:
-    from importlib import import_module
-
-    module = import_module(f"ts_quant.codecs.{codec}_triton")
-    configs = {"nf4": nf4_configs, "int8": int8_configs}[codec](quick)
-    q = ts_quant.quantize(w, codec, block_size)
+def bench_gpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype, quick: bool) -> None:
+    codec, options = CASES[case]
+    q = ts_quant.quantize(w, codec, block_size, **options)
     expected = torch.empty(w.shape, dtype=dtype, device=w.device)
-    codec_named(codec).decode_reference(*q.buffers(), block_size, expected)  # type: ignore[attr-defined]
+    codec_named(codec).decode_reference(q.buffers(), q.spec, expected)  # type: ignore[attr-defined]
     out = torch.empty_like(expected)
     moved_bytes = q.nbytes + out.numel() * out.element_size()
-    shape = tuple(w.shape)
-    print(f"\n{codec} -> {dtype}, {shape}, block size {block_size}, {moved_bytes / 1e6:.1f} MB")
+    print(f"\n{case} -> {dtype}, {tuple(w.shape)}, {q.spec}, {moved_bytes / 1e6:.1f} MB")
     rows: list[tuple[float, str]] = []
-    for config in configs:
+    for name, call in variants(q, out, quick).items():
         out.fill_(float("nan"))
         try:
-            module.decode_out(*q.buffers(), block_size, out, config)
+            call()
         except Exception as error:  # a configuration the compiler refuses is a result too
-            print(f"  {config}: does not run ({type(error).__name__}: {str(error)[:100]})")
+            print(f"  {name}: does not run ({type(error).__name__}: {str(error)[:100]})")
             continue
         if not torch.equal(out, expected):
-            raise SystemExit(f"{config}: wrong values")
-        ms = gpu_ms(lambda c=config: module.decode_out(*q.buffers(), block_size, out, c))  # type: ignore[misc]
-        rows.append((ms, str(config)))
-    source = torch.empty_like(out)
-    copy_ms = gpu_ms(lambda: out.copy_(source))
-    copy_bytes = 2 * out.numel() * out.element_size()
-    for ms, label in sorted(rows):
-        print(f"  {ms:8.4f} ms {moved_bytes / ms / 1e9:6.2f} TB/s  {label}")
-    print(f"  {copy_ms:8.4f} ms {copy_bytes / copy_ms / 1e9:6.2f} TB/s  copy")
+            raise SystemExit(f"{name}: wrong values")
+        rows.append((gpu_ms(call), name))
     default = gpu_ms(lambda: q.dequantize(out=out))
-    print(f"  {default:8.4f} ms {moved_bytes / default / 1e9:6.2f} TB/s  as called by QuantTensor")
-    print(f"  fastest: {min(rows)[1]}")
+    for ms, label in [*sorted(rows), (default, "as called by QuantTensor")]:
+        print(f"  {ms:8.4f} ms {moved_bytes / ms / 1e9:6.2f} TB/s  {label}")
 
 
-def bench_cpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype) -> None:
-    ts_quant.quantize(w, codec, block_size)
+def bench_cpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype) -> None:
+    codec, options = CASES[case]
+    ts_quant.quantize(w, codec, block_size, **options)
     start = time.perf_counter()
-    q = ts_quant.quantize(w, codec, block_size)
+    q = ts_quant.quantize(w, codec, block_size, **options)
     encode_ms = (time.perf_counter() - start) * 1e3
     out = torch.empty(w.shape, dtype=dtype)
     times = []
@@ -100,7 +109,7 @@ def bench_cpu(codec: str, w: Tensor, block_size: int, dtype: torch.dtype) -> Non
     ms = sorted(times)[len(times) // 2]
     written_bytes = out.numel() * out.element_size()
     print(
-        f"{codec} -> {dtype}, {tuple(w.shape)}, {torch.get_num_threads()} threads: decode "
+        f"{case} -> {dtype}, {tuple(w.shape)}, {torch.get_num_threads()} threads: decode "
         f"{ms:.3f} ms, {(q.nbytes + written_bytes) / ms / 1e6:.2f} GB/s; encode {encode_ms:.1f} ms"
     )
 
@@ -112,7 +121,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=5120)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--codec", choices=["nf4", "int8"], action="append")
+    parser.add_argument("--codec", choices=list(CASES), action="append")
     parser.add_argument("--quick", action="store_true", help="fewer configurations")
     arguments = parser.parse_args()
     dtype: torch.dtype = getattr(torch, arguments.dtype)
@@ -124,11 +133,15 @@ def main() -> None:
 
         print(f"triton {triton.__version__}, {torch.cuda.get_device_name()}")
     w = torch.randn(arguments.rows, arguments.columns, device=arguments.device).to(dtype)
-    for codec in arguments.codec or ["nf4", "int8"]:
+    if arguments.device != "cpu":
+        copied = torch.empty_like(w)
+        ms = gpu_ms(lambda: copied.copy_(w))
+        print(f"copy {2 * w.numel() * w.element_size() / ms / 1e9:.2f} TB/s")
+    for case in arguments.codec or list(CASES):
         if arguments.device == "cpu":
-            bench_cpu(codec, w, arguments.block_size, dtype)
+            bench_cpu(case, w, arguments.block_size, dtype)
         else:
-            bench_gpu(codec, w, arguments.block_size, dtype, arguments.quick)
+            bench_gpu(case, w, arguments.block_size, dtype, arguments.quick)
 
 
 if __name__ == "__main__":

@@ -12,31 +12,49 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import ts_quant
-from ts_quant.codecs import int8_triton, nf4_triton
+from ts_quant.codecs import byte_triton, nibble_triton
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-SIZES = [1, 8, 63, 65, 96, 331, 520]
-BLOCK_SIZES = [2, 8, 62, 64, 256]
+MODULES: dict[str, Any] = {
+    "nf4": nibble_triton,
+    "nvfp4": nibble_triton,
+    "mxfp4": nibble_triton,
+    "int8": byte_triton,
+    "fp8": byte_triton,
+}
+SIZES = [1, 65, 331, 520]
+BLOCK_SIZES = [2, 62, 64, 256]
 DTYPES = [torch.float32, torch.bfloat16]
 NF4_CONFIGS = [
-    nf4_triton.DecodeConfig(lookup, words) for lookup in nf4_triton.LOOKUPS for words in (16, 128)
+    nibble_triton.DecodeConfig(lookup, words)
+    for lookup in nibble_triton.LOOKUPS
+    for words in (16, 128)
 ]
-INT8_CONFIGS = [int8_triton.DecodeConfig(values) for values in (128, 1024)]
+INT8_CONFIGS = [byte_triton.DecodeConfig(values) for values in (128, 1024)]
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("nf4", {"double_quant": True}),
+    ("int8", {"double_quant": True}),
+    ("fp8", {}),
+    ("fp8", {"layout": "row"}),
+    ("fp8", {"layout": "tile"}),
+    ("fp8", {"layout": "tensor"}),
+    ("nvfp4", {}),
+    ("nvfp4", {"layout": "e4m3_div"}),
+    ("mxfp4", {}),
+]
 
 
-def assert_decodes(module: Any, codec: str, w: Tensor, block_size: int, config: Any) -> None:
-    q = ts_quant.quantize(w, codec, block_size)
+def assert_decodes(q: ts_quant.QuantTensor, *config: Any) -> None:
+    """The kernel gives the reference's values, and nothing else is written."""
     for dtype in DTYPES:
         expected = q.dequantize(dtype)
-        # Room behind the output must stay as it was: masks hold.
-        room = torch.full((w.numel() + 64,), float("nan"), dtype=dtype)
-        out = room[: w.numel()]
-        module.decode_out(q.buffers(), q.spec, out, config)
-        assert bool(room[w.numel() :].isnan().all())
+        room = torch.full((q.numel() + 64,), float("nan"), dtype=dtype)
+        out = room[: q.numel()].view(q.shape)
+        MODULES[q.codec].decode_out(q.buffers(), q.spec, out, *config)
+        assert bool(room[q.numel() :].isnan().all())
         if dtype is torch.bfloat16:
             ulps = out.view(torch.int16).int() - expected.view(torch.int16).int()
             assert int(ulps.abs().max()) <= 1
@@ -46,64 +64,119 @@ def assert_decodes(module: Any, codec: str, w: Tensor, block_size: int, config: 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("config", NF4_CONFIGS, ids=str)
-def test_nf4(config: nf4_triton.DecodeConfig, block_size: int) -> None:
+def test_nf4(config: nibble_triton.DecodeConfig, block_size: int) -> None:
     for n in SIZES:
-        assert_decodes(nf4_triton, "nf4", torch.randn(n), block_size, config)
+        assert_decodes(ts_quant.quantize(torch.randn(n), "nf4", block_size), config)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("config", INT8_CONFIGS, ids=str)
-def test_int8(config: int8_triton.DecodeConfig, block_size: int) -> None:
+def test_int8(config: byte_triton.DecodeConfig, block_size: int) -> None:
     for n in SIZES:
-        assert_decodes(int8_triton, "int8", torch.randn(n), block_size, config)
+        assert_decodes(ts_quant.quantize(torch.randn(n), "int8", block_size), config)
+
+
+@pytest.mark.parametrize(("codec", "options"), LAYOUTS, ids=str)
+def test_other_layouts(codec: str, options: dict[str, Any]) -> None:
+    shapes = [(1,), (63,), (520,), (7, 62), (2, 130, 17), (2, 150)]
+    for shape in shapes:
+        assert_decodes(ts_quant.quantize(torch.randn(shape), codec, **options))
 
 
 @pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_one_byte_scales_of_any_block_size(codec: str) -> None:
+    for block_size in (2, 8, 62):
+        w = torch.randn(1500) * torch.logspace(-6, 3, 1500)
+        assert_decodes(ts_quant.quantize(w, codec, block_size, double_quant=True))
+
+
+@pytest.mark.parametrize("block_size", [62, 64])
+def test_nested_scales(block_size: int) -> None:
+    n = 64 * 600
+    blocks = -(-n // block_size)
+    buffers = {
+        "codes": torch.randint(0, 256, (n // 2, 1), dtype=torch.uint8),
+        "absmax_codes": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
+        "nested_absmax": torch.rand(-(-blocks // 256)) * 0.01,
+        "nested_map": torch.linspace(-1, 1, 256),
+        "nested_offset": torch.tensor(0.0173),
+    }
+    layout = {"scales": "nested", "block_size": block_size}
+    q = ts_quant.QuantTensor.from_buffers(
+        "nf4", buffers, shape=(n,), dtype=torch.bfloat16, layout=layout
+    )
+    assert_decodes(q)
+
+
+@pytest.mark.parametrize("codec", sorted(MODULES))
 def test_many_programs_and_fp16(codec: str) -> None:
-    module = {"nf4": nf4_triton, "int8": int8_triton}[codec]
     q = ts_quant.quantize(torch.randn(3, 3011, 4), codec)
     for dtype in (torch.float16, torch.float32):
         out = torch.empty(3, 3011, 4, dtype=dtype)
-        module.decode_out(q.buffers(), q.spec, out)
+        MODULES[codec].decode_out(q.buffers(), q.spec, out)
         assert torch.equal(out, q.dequantize(dtype))
 
 
-def test_every_nf4_code_and_every_int8_code() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(-1, 1)
-    q = ts_quant.quantize(torch.ones(512), "nf4").with_buffers((codes, torch.full((8,), 3.7)))
-    for config in NF4_CONFIGS:
-        out = torch.empty(512)
-        nf4_triton.decode_out(q.buffers(), q.spec, out, config)
-        assert torch.equal(out, q.dequantize())
-    signed = torch.arange(-127, 129).clamp_(max=127).to(torch.int8)
-    q = ts_quant.quantize(torch.ones(256), "int8").with_buffers((signed, torch.full((4,), 3.7)))
-    out = torch.empty(256)
-    int8_triton.decode_out(q.buffers(), q.spec, out)
-    assert torch.equal(out, q.dequantize())
+def all_codes(codec: str, scale: float = 3.7) -> ts_quant.QuantTensor:
+    """Every byte as a code once."""
+    n = 512 if MODULES[codec] is nibble_triton else 256
+    q = ts_quant.quantize(torch.ones(n) * scale, codec)
+    codes, *scales = q.buffers()
+    every = torch.arange(256, dtype=torch.uint8).view(codes.shape)
+    if codec == "int8":
+        every = torch.arange(-127, 129).clamp_(max=127).to(torch.int8)
+    return q.with_buffers((every, *scales))
 
 
-@pytest.mark.parametrize("codec", ["nf4", "int8"])
+@pytest.mark.parametrize("codec", sorted(MODULES))
+def test_every_code(codec: str) -> None:
+    q = all_codes(codec)
+    for config in NF4_CONFIGS if MODULES[codec] is nibble_triton else INT8_CONFIGS:
+        out = torch.empty(q.shape)
+        MODULES[codec].decode_out(q.buffers(), q.spec, out, config)
+        expected = q.dequantize()
+        assert torch.equal(out.isnan(), expected.isnan())  # fp8 has two codes of NaN
+        signs = torch.equal(out.signbit() | out.isnan(), expected.signbit() | expected.isnan())
+        assert signs and torch.equal(out.nan_to_num(1.0), expected.nan_to_num(1.0))
+
+
+@pytest.mark.parametrize(
+    ("codec", "layout"), [("fp8", "e8m0"), ("nvfp4", "e4m3"), ("mxfp4", "e8m0")]
+)
+def test_every_scale(codec: str, layout: str) -> None:
+    block = {"fp8": 32, "nvfp4": 16, "mxfp4": 32}[codec]
+    q = ts_quant.quantize(torch.ones(256 * block), codec, layout=layout)
+    codes, _, *rest = q.buffers()
+    codes.fill_(0x38 if codec == "fp8" else 0x22)  # one
+    q = q.with_buffers((codes, torch.arange(256, dtype=torch.uint8), *rest))
+    out = torch.empty(q.shape)
+    MODULES[codec].decode_out(q.buffers(), q.spec, out)
+    expected = q.dequantize()
+    assert torch.equal(out.isnan(), expected.isnan()) and bool(expected.isnan().any())
+    assert torch.equal(out.nan_to_num(1.0), expected.nan_to_num(1.0))
+
+
+@pytest.mark.parametrize("codec", sorted(MODULES))
 def test_extreme_scales(codec: str) -> None:
-    module = {"nf4": nf4_triton, "int8": int8_triton}[codec]
     for scale in (torch.finfo(torch.float32).max, 2.0**-126, 2.0**-149, 0.0):
         w = torch.linspace(-1, 1, 128) * scale
         q = ts_quant.quantize(w, codec)
         out = torch.empty(128)
-        module.decode_out(q.buffers(), q.spec, out)
+        MODULES[codec].decode_out(q.buffers(), q.spec, out)
         assert torch.equal(out, q.dequantize()) and bool(out.isfinite().all())
 
 
-@pytest.mark.parametrize("codec", ["nf4", "int8"])
+@pytest.mark.parametrize("codec", sorted(MODULES))
 def test_empty_and_misaligned(codec: str) -> None:
-    module = {"nf4": nf4_triton, "int8": int8_triton}[codec]
+    module = MODULES[codec]
     none = ts_quant.quantize(torch.empty(0), codec)
     module.decode_out(none.buffers(), none.spec, torch.empty(0))
     q = ts_quant.quantize(torch.randn(256), codec)
-    codes, absmax = q.buffers()
+    codes, *scales = q.buffers()
     for offset in (1, 2, 3, 4):  # a slot may put codes at any byte
         room = torch.zeros(codes.numel() + 8, dtype=codes.dtype)
         moved = room[offset : offset + codes.numel()].view(codes.shape)
         moved.copy_(codes)
         out = torch.empty(256)
-        module.decode_out((moved, absmax), q.spec, out)
+        module.decode_out((moved, *scales), q.spec, out)
         assert torch.equal(out, q.dequantize())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_the_decoded_values_are_those_of_a_cpu(codec: str, block_size: int) -> N
             assert_same_bits(out, expected)
             assert bool(room[w.numel() :].isnan().all())
             plain = torch.empty(w.shape, dtype=dtype, device="cuda")
-            codec_named(codec).decode_reference(*there.buffers(), block_size, plain)  # type: ignore[attr-defined]
+            codec_named(codec).decode_reference(there.buffers(), there.spec, plain)  # type: ignore[attr-defined]
             assert_same_bits(plain, expected)
 
 
@@ -100,26 +101,68 @@ def test_hard_values_of_half_precision_weights(codec: str, dtype: torch.dtype) -
     assert_same_bits(here.to("cuda").dequantize(), here.dequantize())
 
 
-def test_every_kernel_variant_gives_the_same_bits() -> None:
-    from ts_quant.codecs import int8_triton, nf4_triton
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("nf4", {"double_quant": True}),
+    ("int8", {"double_quant": True}),
+    ("fp8", {"layout": "row"}),
+    ("fp8", {"layout": "tile"}),
+    ("fp8", {"layout": "tensor"}),
+    ("nvfp4", {"layout": "e4m3_div"}),
+    ("mxfp4", {}),
+]
 
+
+@pytest.mark.parametrize(("codec", "options"), LAYOUTS, ids=str)
+def test_other_layouts_give_the_bytes_and_values_of_a_cpu(
+    codec: str, options: dict[str, Any]
+) -> None:
+    weights = [torch.randn(shape) for shape in SHAPES]
+    weights += [torch.randn(3, 200, 330), hard_values(torch.float32)]
+    weights += [hard_values(torch.bfloat16).view(7, 64), hard_values(torch.float16)]
+    for w in weights:
+        here = ts_quant.quantize(w, codec, **options)
+        there = ts_quant.quantize(w.cuda(), codec, **options)
+        for a, b in zip(here.buffers(), there.buffers(), strict=True):
+            assert_same_bits(a, b)
+        for dtype in DTYPES:
+            assert_same_bits(there.dequantize(dtype), here.dequantize(dtype))
+
+
+@pytest.mark.parametrize("block_size", [62, 64])
+def test_nested_scales_decode_as_on_a_cpu(block_size: int) -> None:
+    n = 64 * 6000
+    blocks = -(-n // block_size)
+    buffers = {
+        "codes": torch.randint(0, 256, (n // 2, 1), dtype=torch.uint8),
+        "absmax_codes": torch.randint(0, 256, (blocks,), dtype=torch.uint8),
+        "nested_absmax": torch.rand(-(-blocks // 256)) * 0.01,
+        "nested_map": torch.linspace(-1, 1, 256),
+        "nested_offset": torch.tensor(0.0173),
+    }
+    layout = {"scales": "nested", "block_size": block_size}
+    q = ts_quant.QuantTensor.from_buffers(
+        "nf4", buffers, shape=(n,), dtype=torch.bfloat16, layout=layout
+    )
+    for dtype in DTYPES:
+        assert_same_bits(q.to("cuda").dequantize(dtype), q.dequantize(dtype))
+
+
+def test_every_kernel_variant_gives_the_same_bits() -> None:
+    from ts_quant.codecs import byte_triton, nibble_triton
+
+    nibble_configs = [
+        nibble_triton.DecodeConfig(lookup, words, warps)
+        for lookup in nibble_triton.LOOKUPS
+        for words, warps in ((128, 1), (512, 4), (2048, 8))
+    ]
+    byte_configs = [byte_triton.DecodeConfig(v, n) for v, n in ((512, 1), (4096, 4), (16384, 8))]
     w = torch.randn(257, 1000)  # not a whole number of programs
     for block_size in (8, 64, 1024):
         for codec, module, configs in (
-            (
-                "nf4",
-                nf4_triton,
-                [
-                    nf4_triton.DecodeConfig(lookup, words, warps)
-                    for lookup in nf4_triton.LOOKUPS
-                    for words, warps in ((128, 1), (512, 4), (2048, 8))
-                ],
-            ),
-            (
-                "int8",
-                int8_triton,
-                [int8_triton.DecodeConfig(v, n) for v, n in ((512, 1), (4096, 4), (16384, 8))],
-            ),
+            ("nf4", nibble_triton, nibble_configs),
+            ("nvfp4", nibble_triton, nibble_configs[:3]),
+            ("int8", byte_triton, byte_configs),
+            ("fp8", byte_triton, byte_configs),
         ):
             here = ts_quant.quantize(w, codec, block_size)
             buffers = here.to("cuda").buffers()
@@ -127,22 +170,46 @@ def test_every_kernel_variant_gives_the_same_bits() -> None:
                 expected = here.dequantize(dtype)
                 for config in configs:
                     out = torch.full(w.shape, float("nan"), dtype=dtype, device="cuda")
-                    module.decode_out(*buffers, block_size, out, config)  # type: ignore[attr-defined]
+                    module.decode_out(buffers, here.spec, out, config)  # type: ignore[attr-defined]
                     assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", ["nf4", "nvfp4", "mxfp4"])
+def test_the_shuffle_kernel_gives_the_same_bits(codec: str, dtype: torch.dtype) -> None:
+    from ts_quant.codecs import shuffle_triton
+    from ts_quant.codecs.shuffle_triton import ShuffleConfig
+
+    configs = [ShuffleConfig(w, u) for w in (1, 4, 8) for u in (1, 2, 4)]
+    configs += [ShuffleConfig(4, 2, ".cs"), ShuffleConfig(4, 1, "", 4)]
+    for w in (torch.randn(257, 1000), torch.randn(8), hard_values(torch.float32)):
+        for double_quant in (False, True) if codec == "nf4" else (False,):
+            here = ts_quant.quantize(w, codec, double_quant=double_quant)
+            there = here.to("cuda")
+            expected = here.dequantize(dtype)
+            for config in configs:
+                room = torch.full((w.numel() + 512,), float("nan"), dtype=dtype, device="cuda")
+                out = room[: w.numel()].view(w.shape)
+                assert shuffle_triton.takes(there.buffers()[0], out, here.block_size)
+                shuffle_triton.decode_out(there.buffers(), here.spec, out, config)
+                assert_same_bits(out, expected)
+                assert bool(room[w.numel() :].isnan().all())
 
 
 def test_codes_and_outputs_at_any_address(codec: str) -> None:
     """A slot of a pager may put the inner tensors at any byte."""
     here = ts_quant.quantize(torch.randn(16, 64), codec)
-    codes, absmax = here.to("cuda").buffers()
+    codes, *scales = here.to("cuda").buffers()
     for offset in (0, 1, 2, 3, 4, 8, 12):
         room = torch.zeros(codes.numel() + 16, dtype=codes.dtype, device="cuda")
         moved = room[offset : offset + codes.numel()].view(codes.shape)
         moved.copy_(codes)
-        scale_room = torch.zeros(absmax.numel() + 3, device="cuda")
-        scales = scale_room[offset % 3 : offset % 3 + absmax.numel()]
-        scales.copy_(absmax)
-        q = here.with_buffers((moved, scales))
+        moved_scales = []
+        for scale in scales:
+            scale_room = torch.zeros(scale.numel() + 3, dtype=scale.dtype, device="cuda")
+            moved_scales.append(scale_room[offset % 3 : offset % 3 + scale.numel()])
+            moved_scales[-1].copy_(scale)
+        q = here.with_buffers((moved, *moved_scales))
         for shift in (0, 1, 4):
             out = torch.zeros(16 * 64 + 8, dtype=torch.bfloat16, device="cuda")
             view = out[shift : shift + 16 * 64].view(16, 64)
@@ -152,23 +219,28 @@ def test_codes_and_outputs_at_any_address(codec: str) -> None:
 
 
 def test_more_than_two_to_the_31_values(codec: str) -> None:
-    """About 5 GiB (NF4) or 6 GiB (int8) of device memory."""
-    n = 2**31 + 4096
+    """About 5 GiB (4-bit formats) or 6 GiB of device memory."""
+    n, tail = 2**31 + 4096, 8192
     chosen = codec_named(codec)
-    code_shape = chosen.code_shape(n)  # type: ignore[attr-defined]
-    dtype = chosen.code_dtype  # type: ignore[attr-defined]
-    low, high = (0, 256) if dtype is torch.uint8 else (-127, 128)
-    codes = torch.randint(low, high, code_shape, dtype=dtype, device="cuda")
-    absmax = torch.rand(n // 64, device="cuda")
-    out = chosen.decode((codes, absmax), 64, [n], torch.bfloat16)
-    tail = 8192
-    end = codes.view(-1)[-(tail * codes.numel() // n) :]
+    spec = chosen.spec_for((n,))
+    sizes = chosen.buffer_sizes(spec, (n,))[:-1]  # type: ignore[attr-defined]
+    buffers = []
+    for position, (dtype, size) in enumerate(sizes):
+        if dtype is torch.float32:
+            buffers.append(torch.rand(size, device="cuda"))
+        else:
+            low, high = (-127, 128) if dtype is torch.int8 else (0, 112 if position else 126)
+            buffers.append(torch.randint(low, high, size, dtype=dtype, device="cuda"))
+    out = chosen.decode(buffers, spec, [n], torch.bfloat16)
     expected = torch.empty(tail, dtype=torch.bfloat16, device="cuda")
-    chosen.decode_reference(end, absmax[-tail // 64 :], 64, expected)  # type: ignore[attr-defined]
-    assert_same_bits(out[-tail:], expected)
-    start = codes.view(-1)[: tail * codes.numel() // n]
-    chosen.decode_reference(start, absmax[: tail // 64], 64, expected)  # type: ignore[attr-defined]
-    assert_same_bits(out[:tail], expected)
+    for place in (slice(-tail, None), slice(0, tail)):
+        parts = []
+        for buffer in buffers:
+            share = buffer.numel() * tail // n or buffer.numel()
+            flat = buffer.view(-1)
+            parts.append(flat[-share:] if place.start else flat[:share])
+        chosen.decode_reference(parts, spec, expected)  # type: ignore[attr-defined]
+        assert_same_bits(out[place], expected)
 
 
 def test_decode_into_out_allocates_nothing(codec: str) -> None:

@@ -277,9 +277,10 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
     block_size = layout.pop("block_size", default.block_size)
     rows = layout.pop("rows", 1)
     if layout or scales not in codec.scale_layouts:
+        asked = {"scales": scales, **layout}
         raise OptionError(
-            f"layout { ({'scales': scales, **layout}) } is not one of codec {codec.name!r}; expected "
-            f"the keys 'scales' (one of {list(codec.scale_layouts)}), 'block_size' and 'rows'"
+            f"layout {asked} is not one of {codec.name!r}; expected the keys 'scales' (one of "
+            f"{list(codec.scale_layouts)}), 'block_size' and 'rows'"
         )
     for name, value in (("block_size", block_size), ("rows", rows)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -34,12 +34,15 @@ class BlockwiseCodec(StoredCodec):
         codes_per_byte: 1 or 2.
         unit: the range of the values that codes stand for.
         fixed_block_size: the format's block size, or None where the user may choose.
+        rounds_up: whether a block's largest value may decode to more than itself, beyond the range
+            of the weight's dtype if it is near its end; `encode_chunk` then gets a `limit`.
     """
 
     code_dtype: torch.dtype
     codes_per_byte: int
     unit: UnitRange
     fixed_block_size: int | None = None
+    rounds_up = False
 
     def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of `codes` for a tensor of that shape."""
@@ -50,7 +53,13 @@ class BlockwiseCodec(StoredCodec):
 
     @abstractmethod
     def encode_chunk(
-        self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        start: int,
+        stop: int,
+        limit: float | None,
     ) -> None:
         """Write the codes of the elements [start, stop).
 
@@ -60,6 +69,7 @@ class BlockwiseCodec(StoredCodec):
             codes: the whole tensor's codes, flat.
             start: a multiple of the block size.
             stop: likewise, or the end of the tensor.
+            limit: no decoded magnitude may exceed this; None where none can.
         """
 
     @abstractmethod
@@ -127,11 +137,12 @@ class BlockwiseCodec(StoredCodec):
             first = start // block_size
             torch.amax(values.abs_(), dim=1, out=absmax[first : first + values.shape[0]])
         buffers, scales = LAYOUTS[spec.scales].encode(absmax, self.unit)
+        limit = overflow_limit(absmax, weight.dtype) if self.rounds_up else None
         for start, stop in _chunks(n, block_size, chunk):
             values = _blocks(flat, start, stop, block_size)
             first = start // block_size
             width = scales[first : first + values.shape[0]].view(-1, 1)
-            self.encode_chunk(values, width, flat_codes, start, stop)
+            self.encode_chunk(values, width, flat_codes, start, stop, limit)
         # Operators may not return one tensor twice.
         absmax = absmax.clone() if any(buffer is absmax for buffer in buffers) else absmax
         return [codes, *buffers, absmax]
@@ -157,6 +168,13 @@ class BlockwiseCodec(StoredCodec):
 def block_count(n_values: int, block_size: int) -> int:
     """Number of blocks that cover `n_values`, the last one possibly partial."""
     return -(-n_values // block_size)
+
+
+def overflow_limit(absmax: Tensor, dtype: torch.dtype) -> float | None:
+    """The largest finite value of the dtype (fp32 at most), if some block comes near it."""
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    near = absmax.numel() and bool((absmax > largest / 2).any())
+    return largest if near else None
 
 
 def normalize_(values: Tensor, scales: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
 
 The low nibble comes first, the opposite of NF4. Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4, 6;
 bit 3 is the sign, set for every value below zero (so a small negative value becomes -0). Beyond 6
-a value takes the code of 6.
+a value takes the code of 6; where a code would decode to infinity in the weight's dtype, the value
+takes the code below.
 
 NVFP4 (scale layouts "e4m3" and "e4m3_div"): blocks of 16; scale = fp32(e4m3 * global) with
 global = amax / (6 * 448) and e4m3 = nearest of absmax / (6 * global), from 2^-9 to 448. Codes and
@@ -49,12 +50,26 @@ class Fp4Codec(BlockwiseCodec):
     code_dtype = torch.uint8
     codes_per_byte = 2
     unit = UnitRange(6.0, round_up=False)
-    triton_module = "ts_quant.codecs.fp4_triton"
+    rounds_up = True
+    triton_module = "ts_quant.codecs.nibble_triton"
 
     def encode_chunk(
-        self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        start: int,
+        stop: int,
+        limit: float | None,
     ) -> None:
-        q = e2m1_codes(values.div_(scales)).view(-1)
+        q = e2m1_codes(values.div_(scales))
+        if limit is not None:
+            units = torch.index_select(
+                tables.e2m1(q.device), 0, q.view(-1).bitwise_and(7).to(torch.int32)
+            )
+            over = units.view(q.shape).mul_(scales) > limit
+            q -= over.to(torch.uint8)
+        q = q.view(-1)
         target = codes[start // 2 : (stop + 1) // 2]
         target.copy_(q[0::2])
         target[: q.numel() // 2].bitwise_or_(q[1::2].bitwise_left_shift(4))

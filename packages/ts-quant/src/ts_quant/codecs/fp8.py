@@ -3,6 +3,8 @@
     q[i]  = nearest e4m3 value of fp32(w[i]) / scale, ties to even
     value = fp32(e4m3[q[i]] * scale), then rounded to the output dtype
 
+Where a code would decode to infinity in the weight's dtype, the value takes the code below.
+
 Layout "e8m0" (the default; MXFP8 of OCP MX v1.0): blocks of 32 of the flattened tensor; scale = the
 smallest power of two for which absmax / scale is at most 448.
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from ts_quant.codecs import blockwise, tables
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, register
-from ts_quant.codecs.blockwise import BlockwiseCodec
+from ts_quant.codecs.blockwise import BlockwiseCodec, overflow_limit
 from ts_quant.codecs.scales import UnitRange
 from ts_quant.codecs.stored import BufferSize
 from ts_quant.errors import OptionError
@@ -43,7 +45,8 @@ class Fp8Codec(BlockwiseCodec):
     codes_per_byte = 1
     unit = UnitRange(LARGEST, round_up=False)
     fixed_block_size = 32
-    triton_module = "ts_quant.codecs.fp8_triton"
+    rounds_up = True
+    triton_module = "ts_quant.codecs.byte_triton"
 
     def spec_for(
         self,
@@ -81,9 +84,16 @@ class Fp8Codec(BlockwiseCodec):
         return [(self.code_dtype, tuple(shape)), (torch.float32, tiles), (torch.float32, tiles)]
 
     def encode_chunk(
-        self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        start: int,
+        stop: int,
+        limit: float | None,
     ) -> None:
-        codes[start:stop].copy_(e4m3_codes(values.div_(scales)).view(-1))
+        q = e4m3_codes(values.div_(scales))
+        codes[start:stop].copy_(_below(q, scales, limit).view(-1))
 
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:
         return e4m3_values(codes[start:stop])
@@ -101,10 +111,12 @@ class Fp8Codec(BlockwiseCodec):
             torch.maximum(found, _tile_absmax(values, spec.block_size), out=found)
         scale = absmax / absmax.new_tensor(LARGEST)
         scale = scale.clamp_(min=_SMALLEST_NORMAL).masked_fill_(absmax == 0, 1.0)
+        limit = overflow_limit(absmax, weight.dtype)
         for part in _bands(spec, weight.shape, chunk):
             values = part.of(dense).to(torch.float32)
             spread = _spread(part.scales(scale), spec.block_size, values.shape[-1])
-            part.of(codes.view(dense.shape)).copy_(e4m3_codes(values / spread))
+            q = _below(e4m3_codes(values / spread), spread, limit)
+            part.of(codes.view(dense.shape)).copy_(q)
         return [codes, scale, absmax]
 
     def decode_reference(self, buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
@@ -127,6 +139,14 @@ def e4m3_codes(x: Tensor) -> Tensor:
     Division by a rounded scale may end just above 448, and what lies beyond 464 has no e4m3 value.
     """
     return x.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _below(codes: Tensor, scales: Tensor, limit: float | None) -> Tensor:
+    """The codes, one lower where they would decode to a magnitude above the limit."""
+    if limit is None:
+        return codes
+    over = e4m3_values(codes).mul_(scales).abs_() > limit
+    return codes.sub_(over.to(torch.uint8))
 
 
 def e4m3_values(codes: Tensor) -> Tensor:

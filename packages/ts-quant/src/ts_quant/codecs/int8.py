@@ -35,10 +35,16 @@ class Int8Codec(BlockwiseCodec):
     code_dtype = torch.int8
     codes_per_byte = 1
     unit = UnitRange(1.0, round_up=True)
-    triton_module = "ts_quant.codecs.int8_triton"
+    triton_module = "ts_quant.codecs.byte_triton"
 
     def encode_chunk(
-        self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        start: int,
+        stop: int,
+        limit: float | None,
     ) -> None:
         divisor = scales.masked_fill(scales == 0, 1.0)
         steps = values.div_(divisor).mul_(LEVELS).round_().clamp_(-LEVELS, LEVELS)

@@ -105,13 +105,19 @@ class Nf4Codec(BlockwiseCodec):
     code_dtype = torch.uint8
     codes_per_byte = 2
     unit = UnitRange(1.0, round_up=False)
-    triton_module = "ts_quant.codecs.nf4_triton"
+    triton_module = "ts_quant.codecs.nibble_triton"
 
     def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*super().code_shape(shape), 1)
 
     def encode_chunk(
-        self, values: Tensor, scales: Tensor, codes: Tensor, start: int, stop: int
+        self,
+        values: Tensor,
+        scales: Tensor,
+        codes: Tensor,
+        start: int,
+        stop: int,
+        limit: float | None,
     ) -> None:
         q = _codes(normalize_(values, scales))
         target = codes[start // 2 : (stop + 1) // 2]

@@ -61,9 +61,7 @@ class StoredCodec(Codec):
 
     def run_decode(self, buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
         """Decode plain tensors: the Triton kernel on a GPU that has one, else the reference."""
-        kernel = None
-        if buffers[0].is_cuda and spec.scales == "float32":
-            kernel = cuda_decoder(self.triton_module, out.dtype)
+        kernel = cuda_decoder(self.triton_module, out.dtype) if buffers[0].is_cuda else None
         (kernel or self.decode_reference)(buffers, spec, out)
 
     def check_buffers(

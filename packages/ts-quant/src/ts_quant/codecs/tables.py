@@ -45,6 +45,13 @@ def e4m3(device: torch.device) -> Tensor:
 
 @cache
 @torch.inference_mode(False)
+def e2m1(device: torch.device) -> Tensor:
+    """fp32 [8]: the magnitudes of the e2m1 codes."""
+    return _table(list(E2M1), device)
+
+
+@cache
+@torch.inference_mode(False)
 def e2m1_pairs(device: torch.device) -> Tensor:
     """For each byte, its two values, the low nibble's first, as one 8-byte integer: int64 [256]."""
     values = _table([*E2M1, *(-value for value in E2M1)], torch.device("cpu"))
