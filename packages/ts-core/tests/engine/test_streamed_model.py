@@ -410,7 +410,7 @@ def test_gpu_training_equals_resident(prefetch_ahead: int, autocast: bool) -> No
         block.to(device)
 
     def run(forward: Any, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.125)
         record = []
         for step in range(3):
             torch.manual_seed(100 + step)

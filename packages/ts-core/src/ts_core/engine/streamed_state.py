@@ -128,11 +128,11 @@ def check_blocks(blocks: Sequence[nn.Module]) -> None:
 
     Raises:
         DataError: no blocks, not modules, or state that is on meta, sparse, trained in a wrapper
-            format, used by two blocks, or sharing its storage with other state.
+            format, used by two blocks, or sharing memory with other state.
     """
     if not blocks:
         raise DataError("StreamedModel needs at least one block, and got an empty list.")
-    owners: dict[int, tuple[int, str, int]] = {}
+    spans: set[tuple[int, int, int, str, int]] = set()
     for index, block in enumerate(blocks):
         if not isinstance(block, nn.Module):
             raise DataError(
@@ -142,16 +142,29 @@ def check_blocks(blocks: Sequence[nn.Module]) -> None:
             _check_tensor(index, name, tensor)
             for leaf in tensor_leaves(name, tensor):
                 inner = leaf.get()
-                if inner.numel() == 0:
-                    continue
-                address = inner.untyped_storage().data_ptr()
-                other = owners.setdefault(address, (index, name, id(tensor)))
-                if other[0] != index or other[2] != id(tensor):
-                    raise DataError(
-                        f"{name} of block {index} and {other[1]} of block {other[0]} share their "
-                        f"storage. Each block's state streams on its own: give one of them memory "
-                        f"of its own (tensor.clone()), or put both modules into one block."
-                    )
+                if inner.numel() > 0:
+                    start, end = _extent(inner)
+                    spans.add((start, end, index, name, id(tensor)))
+    _check_overlaps(sorted(spans))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address of the tensor's memory and the one after its last."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_overlaps(spans: list[tuple[int, int, int, str, int]]) -> None:
+    reached, owner = 0, (0, "", 0)
+    for start, end, index, name, key in spans:
+        if start < reached and (owner[0], owner[2]) != (index, key):
+            raise DataError(
+                f"{name} of block {index} and {owner[1]} of block {owner[0]} share memory. Each "
+                f"parameter and buffer streams with one block: give one of them memory of its own "
+                f"(tensor.clone()), or put modules that share a parameter into one block."
+            )
+        if end > reached:
+            reached, owner = end, (index, name, key)
 
 
 def _check_tensor(index: int, name: str, tensor: torch.Tensor) -> None:
