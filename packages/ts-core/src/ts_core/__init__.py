@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from ts_core.engine.kv_cache import PagedKVCache
     from ts_core.engine.streamed import StreamedModel
+    from ts_core.engine.served import init_lora_from_error
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
     from ts_core.optim import OffloadAdamW
@@ -35,6 +36,7 @@ _WHERE = {
     "TrainStreamError": "ts_core.errors",
     "TrainStreamSession": "ts_core.engine",
     "find_blocks": "ts_core.engine",
+    "init_lora_from_error": "ts_core.engine.served",
     "memory_report": "ts_core.engine",
     "pinned_stats": "ts_core.memory.arena",
     "quantize_model": "ts_core.engine",
@@ -51,6 +53,7 @@ __all__ = [
     "TrainStreamError",
     "TrainStreamSession",
     "find_blocks",
+    "init_lora_from_error",
     "memory_report",
     "pinned_stats",
     "quantize_model",
