@@ -19,7 +19,8 @@ NATIVE = "trainstream"
 STREAM = "plain stream"
 TORCH = "torch fused"
 DEEPSPEED = "DeepSpeed CPUAdam"
-STREAM_PART = 1 << 16  # elements per part of a stream, as in the native update
+STREAM_PART = 256  # elements per part of a stream: 1 KiB of each fp32 tensor
+STREAM_PARTS_PER_TURN = 256  # a thread takes as many elements at once as in the native update
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ class NativeState:
         return [(self.grad.data_ptr(), self.grad.nbytes, False), *told]
 
     def bytes_each(self) -> float:
-        """Bytes that one update reads and writes per parameter."""
+        """Bytes that one update reads and writes per parameter.
+
+        A bf16 parameter with a master copy is written only; a stream reads it too, as a processor
+        does before it writes part of a cache line.
+        """
         moved = sum(size * (2 if written else 1) for _, size, written in self.regions())
+        if self.master is not None:
+            moved -= self.param.nbytes
         return moved / self.count
 
     def update(self, level: str) -> None:
@@ -99,7 +106,12 @@ class NativeState:
     def stream(self, level: str) -> None:
         """Reads the same memory, and writes back as it was what an update changes."""
         _native.set_simd_level(level)
-        stream_memory(self.regions(), chunks=-(-self.count // STREAM_PART), threads=self.threads)
+        stream_memory(
+            self.regions(),
+            parts=-(-self.count // STREAM_PART),
+            parts_per_turn=STREAM_PARTS_PER_TURN,
+            threads=self.threads,
+        )
 
 
 def native_updates(

@@ -137,19 +137,22 @@ py::tuple py_grad_stats(Address grad, const std::string& dtype, long long n, lon
 }
 
 void py_stream_memory(const std::vector<std::tuple<Address, long long, bool>>& regions,
-                      long long chunks, long long threads, std::uint8_t flip) {
+                      long long parts, long long parts_per_turn, long long threads,
+                      std::uint8_t flip) {
   std::vector<StreamRegion> checked;
   for (const auto& [address, bytes, written] : regions) {
     const std::size_t count = checked_count("bytes", bytes, 1);
     check_range({"address", address, count});
     checked.push_back({pointer<void>(address), count, written});
   }
-  if (chunks < 1) {
-    throw std::invalid_argument("chunks=" + std::to_string(chunks) + ": expected 1 or more");
+  if (parts < 1 || parts_per_turn < 1) {
+    throw std::invalid_argument("parts=" + std::to_string(parts) + ", parts_per_turn=" +
+                                std::to_string(parts_per_turn) + ": expected 1 or more of each");
   }
   const int wanted = checked_threads(threads);
   const GilReleased unlocked;
-  stream_memory(checked, static_cast<std::size_t>(chunks), wanted, flip);
+  stream_memory(checked, static_cast<std::size_t>(parts),
+                static_cast<std::size_t>(parts_per_turn), wanted, flip);
 }
 
 void check_event(Address event) {
