@@ -28,17 +28,17 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
 ):
     """One rounding per operation and fused multiply-adds only where written: the host's bits."""
-    decay = decay.to(tl.float32)
-    grad_scale = grad_scale.to(tl.float32)
-    lerp_factor = lerp_factor.to(tl.float32)
-    beta2 = beta2.to(tl.float32)
-    one_minus_beta2 = one_minus_beta2.to(tl.float32)
-    correction2 = correction2.to(tl.float32)
-    eps = eps.to(tl.float32)
-    step_size = step_size.to(tl.float32)
+    decay = tl.full([BLOCK], decay, tl.float32)
+    grad_scale = tl.full([BLOCK], grad_scale, tl.float32)
+    lerp_factor = tl.full([BLOCK], lerp_factor, tl.float32)
+    beta2 = tl.full([BLOCK], beta2, tl.float32)
+    one_minus_beta2 = tl.full([BLOCK], one_minus_beta2, tl.float32)
+    correction2 = tl.full([BLOCK], correction2, tl.float32)
+    eps = tl.full([BLOCK], eps, tl.float32)
+    step_size = tl.full([BLOCK], step_size, tl.float32)
     blocks = tl.cdiv(count, BLOCK)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < count
         g = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * grad_scale
         m = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
@@ -55,7 +55,7 @@ def adamw_kernel(
             m = tl.fma(delta, lerp_factor, g)
         v = tl.fma(g * one_minus_beta2, g, v * beta2)
         root = tl.sqrt_rn(v)
-        denominator = tl.div_rn(root, tl.zeros_like(root) + correction2) + eps
+        denominator = tl.div_rn(root, correction2) + eps
         p = p - tl.div_rn(m * step_size, denominator)
         tl.store(exp_avg_ptr + offsets, m, mask=mask)
         tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)

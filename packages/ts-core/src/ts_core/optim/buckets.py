@@ -19,7 +19,7 @@ from ts_core.errors import StateError
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.device_update import DTYPE_NAMES
 from ts_core.optim.gradients import Gradients, Sealed
-from ts_core.optim.layout import FlatLayout, Hyper
+from ts_core.optim.layout import FlatLayout, Hyper, local
 from ts_core.optim.places import Place, Segment, Update
 from ts_core.optim.read_guard import Flight
 from ts_core.transfer import CopyEngine
@@ -115,7 +115,7 @@ class Bucket:
             self._absorb()
         self.counts[position] += 1
         self.order = order
-        grad = grad.detach()
+        grad = local(grad.detach())
         if grad.dtype is not self.layout.dtype:
             grad = grad.to(self.layout.dtype)
         self._pending[position] = grad

@@ -91,29 +91,45 @@ def split(
     Returns:
         The split with the least time, where the host and the link finish together.
     """
-    places = ["host"] * len(pieces)
-    room = room_bytes
-    # The largest first: one bucket less to launch per byte.
-    order = sorted(range(len(pieces)), key=lambda i: -pieces[i].values)
-    for i in order:
-        need = pieces[i].state_bytes + (pieces[i].param_bytes if keeps_gradients else 0)
-        if need <= room:
-            places[i] = "resident"
-            room -= need
-    rest = [i for i in order if places[i] == "host"]
-    best = _times(pieces, places, rates, host_factor)
-    room -= ring_bytes
-    if room >= 0:
-        for i in rest:
-            if keeps_gradients and pieces[i].param_bytes > room:
-                continue
-            trial = list(places)
-            trial[i] = "streamed"
-            times = _times(pieces, trial, rates, host_factor)
-            if max(times) < max(best):
-                places, best = trial, times
-                room -= pieces[i].param_bytes if keeps_gradients else 0
-    return Split(tuple(places), *best)
+
+    def waiting(index: int) -> int:
+        return pieces[index].param_bytes if keeps_gradients else 0
+
+    # The largest first: the fewest launches per byte.
+    order = sorted(range(len(pieces)), key=lambda index: -pieces[index].values)
+
+    def fill(resident_room: int, stream_room: int | None) -> Split:
+        places = ["host"] * len(pieces)
+        for index in order:
+            need = pieces[index].state_bytes + waiting(index)
+            if need <= resident_room:
+                places[index] = "resident"
+                resident_room -= need
+        best = Split(tuple(places), *_times(pieces, places, rates, host_factor))
+        if stream_room is None:
+            return best
+        room = resident_room + stream_room
+        for index in order:
+            if places[index] == "host" and waiting(index) <= room:
+                places[index] = "streamed"
+                room -= waiting(index)
+                found = Split(tuple(places), *_times(pieces, places, rates, host_factor))
+                best = min(best, found, key=_slowest)
+        return best
+
+    if sum(pieces[index].state_bytes + waiting(index) for index in order) <= room_bytes:
+        return fill(room_bytes, None)
+    candidates = [fill(room_bytes, None)]
+    if room_bytes >= ring_bytes:
+        spare = room_bytes - ring_bytes
+        for tenth in range(11 if keeps_gradients else 1):
+            streamed = spare * tenth // 10
+            candidates.append(fill(spare - streamed, streamed))
+    return min(candidates, key=_slowest)
+
+
+def _slowest(found: Split) -> float:
+    return max(found.host_s, found.link_s)
 
 
 def _times(
