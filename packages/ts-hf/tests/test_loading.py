@@ -284,12 +284,12 @@ def test_folder_and_config_errors(checkpoint: Callable[..., Path], tmp_path: Pat
         ts_hf.load_model(folder)
 
 
-def test_stored_quantized_is_not_built_yet(checkpoint: Callable[..., Path]) -> None:
+def test_stored_in_a_way_that_is_not_read(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint("llama")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotAvailableError, match="bitsandbytes"):
+    with pytest.raises(NotAvailableError, match="gptq"):
         ts_hf.load_model(folder)
 
 
@@ -310,11 +310,6 @@ def test_config_overrides(checkpoint: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("keep_precise", 0.05),
-        ("keep_precise", "auto"),
-        ("error_rank", 8),
-        ("error_iters", 2),
-        ("double_quant", True),
         ("disk_offload", "/tmp/x"),
     ],
 )

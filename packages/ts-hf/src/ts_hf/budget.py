@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ts_core.config import WrapOptions
+from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.errors import NotAvailableError, OutOfBudgetError
 from ts_core.memory.ram import ram_available_bytes
 from ts_hf.families import find_decoder_layers
@@ -33,14 +35,11 @@ class ModelSizes:
     other_matrix: str
     rest_bytes: int
 
-    def total_bytes(self, codec_name: str | None, block_size: int) -> int:
+    def total_bytes(self, codec_name: str | None, options: WrapOptions) -> int:
         """Bytes of the whole model in a codec, or in full precision (None)."""
-        from ts_core.registry import codecs
-
         linear = self.linear_bytes
         if codec_name is not None:
-            per_weight = codecs.get(codec_name).bytes_per_weight(block_size, False)
-            linear = int(self.linear_values * per_weight)
+            linear = int(self.linear_values * bytes_per_weight(codec_name, options))
         return linear + self.other_matrix_bytes + self.rest_bytes
 
     @property
@@ -82,12 +81,17 @@ def measure(model: nn.Module) -> ModelSizes:
 
 def choose_codec(
     model: nn.Module,
-    quantize: str | bool | None,
-    block_size: int,
+    options: WrapOptions,
     ram_fraction: float,
     report: LoadReport,
 ) -> str | None:
     """The codec's name, or None for full precision.
+
+    Args:
+        model: the skeleton.
+        options: quantize, quant_block_size, double_quant, keep_precise; the rest is not looked at.
+        ram_fraction: share of free RAM that "auto" plans with.
+        report: takes the events.
 
     Raises:
         OutOfBudgetError: the model does not fit in the free RAM.
@@ -96,10 +100,10 @@ def choose_codec(
     """
     sizes = measure(model)
     free = ram_available_bytes()
-    if quantize == "auto":
-        return _automatic(sizes, block_size, free, ram_fraction, report)
-    chosen = None if quantize in _OFF else str(quantize)
-    needed = sizes.total_bytes(chosen, block_size)
+    if options.quantize == "auto":
+        return _automatic(sizes, options, free, ram_fraction, report)
+    chosen = None if options.quantize in _OFF else str(options.quantize)
+    needed = sizes.total_bytes(chosen, options)
     if chosen is not None and sizes.other_matrix_bytes:
         if not sizes.mostly_linear:
             raise NotAvailableError(
@@ -117,20 +121,34 @@ def choose_codec(
     return chosen
 
 
+def check_stored(size_bytes: int, format_name: str) -> None:
+    """Refuse a checkpoint whose stored weights alone exceed the free RAM.
+
+    Raises:
+        OutOfBudgetError: by how much.
+    """
+    free = ram_available_bytes()
+    if size_bytes > free:
+        raise OutOfBudgetError(
+            f"the checkpoint takes {format_bytes(size_bytes)} as stored ({format_name}), but only "
+            f"{format_bytes(free)} of RAM is free. Free RAM."
+        )
+
+
 def _automatic(
-    sizes: ModelSizes, block_size: int, free: int, ram_fraction: float, report: LoadReport
+    sizes: ModelSizes, options: WrapOptions, free: int, ram_fraction: float, report: LoadReport
 ) -> str | None:
     from ts_core.registry import codecs
 
     budget = free * ram_fraction
-    plain = sizes.total_bytes(None, block_size)
+    plain = sizes.total_bytes(None, options)
     if plain <= budget:
         return None
     order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
     if not sizes.mostly_linear:
         order = []
     for name in order:
-        size = sizes.total_bytes(name, block_size)
+        size = sizes.total_bytes(name, options)
         if size <= budget:
             report.events.append(
                 f"quantize='auto' chose {name}: the model takes {format_bytes(plain)} in full "
@@ -140,7 +158,7 @@ def _automatic(
             return name
     if order:
         tried = ", ".join(
-            f"{name} {format_bytes(sizes.total_bytes(name, block_size))}" for name in order
+            f"{name} {format_bytes(sizes.total_bytes(name, options))}" for name in order
         )
     elif sizes.mostly_linear:
         tried = "no codec is installed: pip install ts-quant"

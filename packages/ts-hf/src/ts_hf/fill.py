@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ts_core.engine.served import serve_stored
 from ts_core.errors import DataError
 from ts_hf.families import find_decoder_layers
 from ts_hf.sizes import format_bytes
@@ -18,14 +19,29 @@ Encode = Callable[[Tensor, str], Tensor]
 
 @dataclass
 class LoadReport:
-    """What load_model did; kept at `model.trainstream_load`."""
+    """What load_model did; kept at `model.trainstream_load`.
+
+    Attributes:
+        quantize: the codec that weights were encoded in while they were read, or None.
+        stored_as: the format of a checkpoint whose weights were kept as they were stored, or None.
+        quantized_tensors: weights held in a codec's format.
+        kept_precise: those of them that `keep_precise` stored one step more precise.
+        quantized_bytes: their bytes.
+        plain_bytes: bytes of everything else.
+        seconds: how long loading took.
+        events: decisions in plain words.
+        storage: per matrix its error, its bytes and why (keep_precise, error_rank), or None.
+    """
 
     quantize: str | None = None
+    stored_as: str | None = None
     quantized_tensors: int = 0
+    kept_precise: int = 0
     quantized_bytes: int = 0
     plain_bytes: int = 0
     seconds: float = 0.0
     events: list[str] = field(default_factory=list)
+    storage: Any = None
 
     @property
     def total_bytes(self) -> int:
@@ -35,9 +51,9 @@ class LoadReport:
     def summary(self) -> str:
         """One line in plain words."""
         quantized = (
-            f"{self.quantized_tensors} weights in {self.quantize} "
+            f"{self.quantized_tensors} weights in {self.quantize or self.stored_as} "
             f"({format_bytes(self.quantized_bytes)}), "
-            if self.quantize
+            if self.quantize or self.stored_as
             else ""
         )
         return (
@@ -56,21 +72,51 @@ def quantizable_names(model: nn.Module) -> set[str]:
     }
 
 
-def make_encoder(codec_name: str, *, block_size: int) -> tuple[Any, Encode]:
-    """The codec called `codec_name`, and encode(weight, name) with these settings.
+class Encoder:
+    """Encodes weights as they are read, with the options of load_model.
+
+    Args:
+        codec_name: an installed codec.
+        options: `block_size`, `double_quant`, `keep_precise`, `error_rank`, `error_iters`.
+
+    Attributes:
+        starts: by weight name, the factors that adapters can start at (`error_rank`).
 
     Raises:
         UnknownPluginError: no installed package offers the codec.
+        OptionError: an option that the codec does not take.
     """
-    from ts_core.registry import codecs
 
-    codec = codecs.get(codec_name)
+    def __init__(self, codec_name: str, **options: Any) -> None:
+        from ts_core.engine.quantize import make_storer
+        from ts_core.registry import codecs
 
-    def encode(weight: Tensor, name: str) -> Tensor:
-        encoded: Tensor = codec.encode(weight, block_size=block_size, name=name)
+        self._codec = codecs.get(codec_name)
+        self._basic = {name: options.pop(name) for name in ("block_size", "double_quant")}
+        self._storer = make_storer(self._codec, options, **self._basic, second_moments=None)
+        self.starts: dict[str, Any] = {}
+
+    def __call__(self, weight: Tensor, name: str) -> Tensor:
+        """The weight in the codec's format, on its device."""
+        encoded: Tensor
+        if self._storer is None:
+            encoded = self._codec.encode(weight, name=name, **self._basic)
+            return encoded
+        stored = self._storer.store(weight, name)
+        encoded = stored.weight
+        self.starts.pop(name, None)
+        if stored.start is not None:
+            self.starts[name] = stored.start
         return encoded
 
-    return codec, encode
+    def improved(self) -> list[str]:
+        """Names of encoded weights that are to be encoded once more, now that all were seen."""
+        return [] if self._storer is None else list(self._storer.improved())
+
+    @property
+    def report(self) -> Any:
+        """Per matrix what was chosen, or None."""
+        return None if self._storer is None else self._storer.report
 
 
 class Filler:
@@ -80,17 +126,29 @@ class Filler:
         model: the skeleton, changed in place.
         encode: encodes one weight, or None for no quantization.
         report: counts what was placed.
+        frozen: whether every parameter is frozen (as it always is with `encode`).
 
     Values are kept aside until `finish` puts them into the model, so the skeleton stays a skeleton
     while it is being filled, and an error leaves nothing half-made.
     """
 
-    def __init__(self, model: nn.Module, encode: Encode | None, report: LoadReport) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        encode: Encode | None,
+        report: LoadReport,
+        *,
+        frozen: bool = False,
+    ) -> None:
         self.model = model
         self.encode = encode
+        self.frozen = frozen or encode is not None
+        self.only: set[str] | None = None
+        """When set, other names are passed over (a second reading of some)."""
         self.report = report
         self.quantizable = quantizable_names(model) if encode is not None else set()
         self.placed: set[str] = set()
+        """Names that have values."""
         self._made: dict[str, Tensor] = {}
         self._work_device = _work_device()
 
@@ -104,6 +162,8 @@ class Filler:
         Raises:
             DataError: its values cannot be quantized (not finite).
         """
+        if self.only is not None and name not in self.only:
+            return
         path, _, leaf = name.rpartition(".")
         module = self.model.get_submodule(path)
         if leaf in module._buffers:
@@ -113,11 +173,13 @@ class Filler:
         else:
             slot: Tensor = module._parameters[leaf]  # type: ignore[assignment]
             value = self._value(name, tensor, slot.dtype)
-            trainable = self.encode is None and value.is_floating_point()
+            trainable = not self.frozen and value.is_floating_point()
             self._made[name] = nn.Parameter(value, requires_grad=trainable)
         self.placed.add(name)
 
     def _value(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if hasattr(tensor, "__tensor_flatten__"):
+            return tensor.to("cpu")  # stored in some format already
         if not tensor.is_floating_point():
             if dtype.is_floating_point:
                 raise DataError(
@@ -157,7 +219,11 @@ class Filler:
             module = self.model.get_submodule(path)
             home = module._buffers if leaf in module._buffers else module._parameters
             home[leaf] = self._made.pop(name)  # type: ignore[assignment]
+            start = getattr(self.encode, "starts", {}).get(name)
+            if start is not None:
+                module.error_start = start
         self._tie()
+        serve_stored(self.model)
         if self._work_device.type == "cuda":
             torch.cuda.empty_cache()  # what was used for encoding is not to look occupied
         for name, tensor in _named_tensors(self.model):

@@ -9,14 +9,23 @@ from typing import Any
 
 import torch
 
+from ts_core.config import WrapOptions
+from ts_core.engine.quantize_options import quantize_options
 from ts_core.errors import NotAvailableError, OptionError
-from ts_hf.budget import choose_codec
-from ts_hf.checkpoints.keymap import check_shape, plan_targets
+from ts_hf.budget import check_stored, choose_codec
+from ts_hf.checkpoints.keymap import Target, check_shape, plan_targets
 from ts_hf.checkpoints.locate import open_checkpoint, resolve_folder
-from ts_hf.fill import Filler, LoadReport, make_encoder
+from ts_hf.checkpoints.stored import (
+    expanded_because,
+    is_stored,
+    read_stored,
+    stored_checkpoint,
+    stored_entries,
+)
+from ts_hf.fill import Encoder, Filler, LoadReport
 from ts_hf.heap import HeapTrimmer, trim_heap
-from ts_hf.random_fill import fill_randomly
-from ts_hf.skeleton import build_skeleton, load_config
+from ts_hf.random_fill import fill_randomly, random_state
+from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config
 
 logger = logging.getLogger("trainstream.hf")
 
@@ -54,8 +63,15 @@ def load_model(
             installed codec.
         dtype: torch.bfloat16, float32 or float16.
         quant_block_size: values per scale, an even int >= 2.
-        keep_precise, error_rank, error_iters, double_quant, disk_offload: not available in this
-            version; only their defaults are accepted.
+            A checkpoint that is stored quantized (bitsandbytes 4-bit, ModelOpt or
+            compressed-tensors NVFP4, MXFP4, block FP8) is kept as stored under "auto" or its own
+            codec's name, and decoded under None.
+        keep_precise: share of extra bytes (up to 0.5; "auto" and True mean 0.05) for storing the
+            matrices that lose most one step more precise; those are read a second time.
+        error_rank, error_iters: fit what each matrix lost with that rank (LoftQ), for adapters to
+            start at: `ts_core.init_lora_from_error(model)` after adding them, or wrap().
+        double_quant: int8 and nf4 scales as one byte each.
+        disk_offload: not available in this version; only None is accepted.
         random_weights: read no weights: draw them by the architecture's own init rule (on a GPU
             when there is one), for benchmarks at size.
         ram_fraction: share of free RAM that "auto" may plan with, in (0, 1].
@@ -73,52 +89,148 @@ def load_model(
         OutOfBudgetError: the model does not fit in the free RAM.
         UnknownPluginError: no installed package offers the codec.
     """
-    _check_options(
+    _check_options(dtype=dtype, ram_fraction=ram_fraction, disk_offload=disk_offload)
+    if quantize is True or not isinstance(quantize, (str, bool, type(None))):
+        raise OptionError(
+            f"quantize={quantize!r}: expected 'auto', 'none', None, False or the name of an "
+            f"installed codec such as 'nf4'."
+        )
+    options = WrapOptions(
         quantize=quantize,
-        dtype=dtype,
         quant_block_size=quant_block_size,
-        ram_fraction=ram_fraction,
-        not_built={
-            "keep_precise": (keep_precise, (0, 0.0, False, None)),
-            "error_rank": (error_rank, (0,)),
-            "error_iters": (error_iters, (1,)),
-            "double_quant": (double_quant, (False,)),
-            "disk_offload": (disk_offload, (None,)),
-        },
+        keep_precise=keep_precise,
+        error_rank=error_rank,
+        error_iters=error_iters,
+        double_quant=double_quant,
     )
     started = time.perf_counter()
     folder, source = _resolve(name_or_path, random_weights, trust_remote_code)
     config = load_config(source, trust_remote_code=trust_remote_code, overrides=config_overrides)
+    stored_config = take_quantization_config(config)
     model = build_skeleton(
         config, dtype, trust_remote_code=trust_remote_code, options=config_overrides
     )
     report = LoadReport()
-    targets = (
-        [] if random_weights or folder is None else plan_targets(model, open_checkpoint(folder))
-    )
-    report.quantize = choose_codec(model, quantize, quant_block_size, ram_fraction, report)
-    encode = None
-    if report.quantize is not None:
-        _, encode = make_encoder(report.quantize, block_size=quant_block_size)
-    filler = Filler(model, encode, report)
-    if random_weights:
-        fill_randomly(filler)
+    if random_weights or folder is None:
+        _fill_randomly(model, options, ram_fraction, report)
     else:
-        wanted = model.state_dict()
-        trimmer = HeapTrimmer()
-        for target in targets:
-            made = target.read(model)
-            for name in list(made):
-                check_shape(name, made[name].shape, wanted, target.sources[0][0])
-                filler.place(name, made.pop(name))
-            trimmer.read(target.size_bytes)
-    filler.finish()
+        _fill_from(folder, stored_config, model, options, ram_fraction, report)
     trim_heap()
     _finish(model, folder)
     report.seconds = time.perf_counter() - started
     logger.info("%s", report.summary())
     model.trainstream_load = report  # type: ignore[assignment]
     return model
+
+
+def _fill_from(
+    folder: Path,
+    stored_config: Any,
+    model: Any,
+    options: WrapOptions,
+    ram_fraction: float,
+    report: LoadReport,
+) -> None:
+    """Read a checkpoint into the skeleton."""
+    checkpoint, plan = stored_checkpoint(open_checkpoint(folder), stored_config)
+    targets = plan_targets(model, checkpoint)
+    expand = False
+    if plan is None:
+        report.quantize = choose_codec(model, options, ram_fraction, report)
+    else:
+        expand = _stored_choice(plan, targets, options, report)
+        if expand:
+            choose_codec(model, options, ram_fraction, report)  # refuses what does not fit
+        else:
+            check_stored(checkpoint.size_bytes, plan.format)
+    encode = _encoder(report, options)
+    filler = Filler(model, encode, report, frozen=report.stored_as is not None)
+    wanted = model.state_dict()
+    trimmer = HeapTrimmer()
+
+    def read(target: Target) -> set[str]:
+        if is_stored(target):
+            made = read_stored(target, model, plan, expand=expand)
+        else:
+            made = target.read(model)
+        names = set(made)
+        for name in names:
+            check_shape(name, made[name].shape, wanted, target.sources[0][0])
+            filler.place(name, made.pop(name))
+        trimmer.read(target.size_bytes)
+        return names
+
+    names_of = [read(target) for target in targets]
+    if encode is not None:
+        filler.only = set(encode.improved())
+        for target, names in zip(targets, names_of, strict=True):
+            if filler.only & names:
+                read(target)
+    _complete(filler, encode, report)
+
+
+def _fill_randomly(
+    model: Any, options: WrapOptions, ram_fraction: float, report: LoadReport
+) -> None:
+    report.quantize = choose_codec(model, options, ram_fraction, report)
+    encode = _encoder(report, options)
+    filler = Filler(model, encode, report)
+    go_back = random_state()
+    fill_randomly(filler)
+    if encode is not None:
+        filler.only = set(encode.improved())
+        if filler.only:
+            go_back()
+            fill_randomly(filler)
+    _complete(filler, encode, report)
+
+
+def _encoder(report: LoadReport, options: WrapOptions) -> Encoder | None:
+    settings = quantize_options(options, report.quantize, report.events.append)
+    if report.quantize is None:
+        return None
+    return Encoder(report.quantize, block_size=options.quant_block_size, **settings)
+
+
+def _complete(filler: Filler, encode: Encoder | None, report: LoadReport) -> None:
+    filler.finish()
+    if encode is not None and encode.report is not None:
+        report.storage = encode.report
+        report.kept_precise = len(encode.report.kept_precise)
+
+
+def _stored_choice(
+    plan: Any, targets: list[Target], options: WrapOptions, report: LoadReport
+) -> bool:
+    """Whether a checkpoint stored quantized is to be decoded; notes what becomes of it."""
+    asked = options.quantize
+    if asked in (None, False, "none"):
+        report.events.append(
+            f"quantize={asked!r}: the checkpoint's {len(plan.weights)} weights in {plan.format} "
+            f"are decoded to full precision"
+        )
+        return True
+    report.stored_as = plan.format
+    found = {entry.weight.codec for target in targets for entry in stored_entries(target)}
+    if asked != "auto" and found != {asked}:
+        raise OptionError(
+            f"quantize={asked!r}: the checkpoint stores its weights in {plan.format} already "
+            f"({', '.join(sorted(found))}), and encoding them a second time would lose more. Use "
+            f"quantize='auto' to keep them as stored, or 'none' to decode them."
+        )
+    for name in ("keep_precise", "error_rank", "double_quant"):
+        if getattr(options, name):
+            report.events.append(
+                f"{name}={getattr(options, name)!r}: nothing to do, the weights are stored already"
+            )
+    reasons: dict[str, int] = {}
+    for target in targets:
+        because = expanded_because(target) if is_stored(target) else None
+        if because is not None:
+            reasons[because] = reasons.get(because, 0) + 1
+    for because, count in reasons.items():
+        report.events.append(f"{count} stored weights are decoded to full precision: {because}")
+    return False
 
 
 def _resolve(
@@ -142,32 +254,16 @@ def _resolve(
     return folder, folder
 
 
-def _check_options(
-    *,
-    quantize: Any,
-    dtype: Any,
-    quant_block_size: Any,
-    ram_fraction: Any,
-    not_built: dict[str, tuple[Any, tuple[Any, ...]]],
-) -> None:
-    for option, (value, accepted) in not_built.items():
-        if not any(type(value) is type(item) and value == item for item in accepted):
-            raise NotAvailableError(
-                f"{option}={value!r} is not available in this version of ts-hf; leave it at "
-                f"{accepted[0]!r}."
-            )
-    if quantize is True or not isinstance(quantize, (str, bool, type(None))):
-        raise OptionError(
-            f"quantize={quantize!r}: expected 'auto', 'none', None, False or the name of an "
-            f"installed codec such as 'nf4'."
+def _check_options(*, dtype: Any, ram_fraction: Any, disk_offload: Any) -> None:
+    if disk_offload is not None:
+        raise NotAvailableError(
+            f"disk_offload={disk_offload!r} is not available in this version of ts-hf; leave it at "
+            f"None."
         )
     if dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: expected torch.bfloat16, torch.float32 or torch.float16."
         )
-    block = quant_block_size
-    if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
-        raise OptionError(f"quant_block_size={block!r}: expected an even int of at least 2.")
     if isinstance(ram_fraction, bool) or not (
         isinstance(ram_fraction, (int, float)) and 0 < ram_fraction <= 1
     ):

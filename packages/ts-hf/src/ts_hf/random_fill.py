@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ def fill_randomly(filler: Filler) -> None:
     it (GPT-2's output projections). So does this: everything else is on the meta device meanwhile,
     where writing does nothing.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _draw_device()
     trimmer = HeapTrimmer()
     tied_targets = set(getattr(filler.model, "all_tied_weights_keys", None) or ())
     for name, chain in _modules_with_rules(filler.model):
@@ -45,6 +47,17 @@ def fill_randomly(filler: Filler) -> None:
         for leaf in wanted:
             trimmer.read(made[leaf].numel() * made[leaf].element_size())
             filler.place(_join(name, leaf), made.pop(leaf).detach())
+
+
+def random_state() -> Callable[[], None]:
+    """Remember torch's generator that `fill_randomly` draws from; call it to go back there."""
+    if _draw_device().type == "cuda":
+        return partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state())
+    return partial(torch.set_rng_state, torch.get_rng_state())
+
+
+def _draw_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 Chain = list[tuple[nn.Module, Any]]

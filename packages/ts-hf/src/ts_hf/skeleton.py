@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ts_core.errors import DataError, NotAvailableError, OptionError
+from ts_core.errors import DataError, OptionError
 
 # Options of from_config that are no fields of a config.
 _CONSTRUCTION_OPTIONS = ("attn_implementation", "experts_implementation")
@@ -28,7 +28,6 @@ def load_config(
     Raises:
         DataError: no readable config.json, or an architecture that transformers does not know.
         OptionError: an override names no field of this config.
-        NotAvailableError: the checkpoint stores its weights quantized.
     """
     from transformers import AutoConfig, PretrainedConfig
 
@@ -53,15 +52,18 @@ def load_config(
                 f"{type(config).__name__}.{hint}"
             )
         setattr(config, name, value)
+    return config
+
+
+def take_quantization_config(config: Any) -> Any:
+    """Remove and return the config's `quantization_config`; None when there is none.
+
+    The weights are this package's to read, so transformers is not to see it.
+    """
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored
-        raise NotAvailableError(
-            f"the checkpoint stores its weights quantized (quantization_config: {method!r}). "
-            f"Reading stored formats is not available in this version: use the full-precision "
-            f"checkpoint with quantize='nf4' or 'int8'."
-        )
-    return config
+        del config.quantization_config
+    return stored
 
 
 def build_skeleton(

@@ -42,9 +42,17 @@ class Target:
         """
         if self.converter is None:
             return {self.name: read_tensor(self.sources[0][0])}
+        return self.convert(model, [partial(read_tensor, entry) for entry, _ in self.sources])
+
+    def convert(self, model: nn.Module, readers: list[Callable[[], Tensor]]) -> dict[str, Tensor]:
+        """What transformers' conversion makes of one tensor for each source.
+
+        Raises:
+            DataError: the conversion fails.
+        """
         converter = copy.deepcopy(self.converter)
-        for entry, pattern in self.sources:
-            converter.add_tensor(self.name, entry.name, pattern, partial(read_tensor, entry))
+        for (entry, pattern), reader in zip(self.sources, readers, strict=True):
+            converter.add_tensor(self.name, entry.name, pattern, reader)
         try:
             made = converter.convert(self.name, model=model, config=model.config)
         except DataError:

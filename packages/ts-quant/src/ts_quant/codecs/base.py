@@ -19,6 +19,7 @@ from torch import Tensor
 from ts_quant.errors import NonFiniteWeightError, OptionError
 
 if TYPE_CHECKING:
+    from ts_quant.readers import ReadPlan
     from ts_quant.storing import Storer
     from ts_quant.tensor import QuantTensor
 
@@ -98,6 +99,13 @@ class Codec(ABC):
         spec = self.spec_for(weight.shape, block_size, double_quant, layout)
         buffers = self.encode_checked(weight, spec, name)
         return QuantTensor(buffers, spec, weight.shape, weight.dtype)
+
+    @staticmethod
+    def plan_reading(*args: Any, **options: Any) -> ReadPlan | None:
+        """`ts_quant.plan_reading`: which weights a checkpoint stores quantized, in any format."""
+        from ts_quant.readers import plan_reading
+
+        return plan_reading(*args, **options)
 
     def storer(self, **options: Any) -> Storer:
         """What stores a model's matrices in this format, better where it pays (`Storer`)."""

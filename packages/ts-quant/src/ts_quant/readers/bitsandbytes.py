@@ -113,7 +113,7 @@ def _weight(header: Header, name: str, state_name: str, read: ReadSmall) -> Stor
         }
         return StoredParts("nf4", buffers, {**layout, "scales": "nested"})
 
-    return StoredWeight(name, shape, sources, make)
+    return StoredWeight(name, shape, "nf4", sources, make)
 
 
 def _state(header: Header, name: str, state_name: str, read: ReadSmall) -> dict[str, Any]:

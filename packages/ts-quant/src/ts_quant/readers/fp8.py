@@ -56,7 +56,7 @@ def fp8_weight(
             {"scales": "tile", "rows": rows, "block_size": columns},
         )
 
-    return StoredWeight(name, shape, {"codes": codes, "scale": scale}, make)
+    return StoredWeight(name, shape, "fp8", {"codes": codes, "scale": scale}, make)
 
 
 def _tile(

@@ -64,4 +64,5 @@ def _weight(header: Header, name: str, blocks: str) -> StoredWeight:
         )
 
     shape = (*leading, groups * _BYTES * 2)
-    return StoredWeight(name, shape, {"codes": blocks, "scale": scale}, make, transposed=True)
+    sources = {"codes": blocks, "scale": scale}
+    return StoredWeight(name, shape, "mxfp4", sources, make, transposed=True)

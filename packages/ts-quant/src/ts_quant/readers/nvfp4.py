@@ -69,4 +69,4 @@ def nvfp4_weight(
         return StoredParts("nvfp4", buffers, {"scales": layout})
 
     sources = {"codes": codes, "scale": scale, "global_scale": global_scale}
-    return StoredWeight(name, shape, sources, make)
+    return StoredWeight(name, shape, "nvfp4", sources, make)

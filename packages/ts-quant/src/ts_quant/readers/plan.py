@@ -61,6 +61,7 @@ class StoredWeight:
     Attributes:
         name: its name without the format's suffixes ("model.layers.0.mlp.up_proj.weight").
         shape: of the decoded weight.
+        codec: the codec it is stored in.
         sources: role -> name of the tensor in the checkpoint; the codes are the first.
         make: parts from the tensors of `sources`.
         transposed: whether models hold this weight with its last two dimensions swapped.
@@ -68,6 +69,7 @@ class StoredWeight:
 
     name: str
     shape: tuple[int, ...]
+    codec: str
     sources: dict[str, str]
     make: Build
     transposed: bool = False
