@@ -109,10 +109,22 @@ def test_all_lists_what_is_public():
     assert public | {"reference", "__version__"} == set(ts_kernels.__all__)
 
 
+KERNELS = (
+    plugins.RMS_NORM,
+    plugins.ADD_RMS_NORM,
+    plugins.ROTARY,
+    plugins.GATED_MLP,
+    plugins.LORA_LINEAR,
+    plugins.CHUNKED_CROSS_ENTROPY,
+)
+PATCHES = (plugins.PATCH_BLOCKS, plugins.PATCH_LORA)
+
+
 def test_plugins_carry_the_interface():
-    for plugin in (plugins.RMS_NORM, plugins.CHUNKED_CROSS_ENTROPY):
+    for plugin in (*KERNELS, *PATCHES):
         assert plugin.API_VERSION == 1
         assert plugin.fn is getattr(ts_kernels, plugin.name)
+    for plugin in KERNELS:
         assert inspect.signature(plugin.fn) == inspect.signature(plugin.reference)
 
 
@@ -122,17 +134,23 @@ def test_entry_points_load():
         for entry in entry_points(group="trainstream.kernels")
         if entry.value.startswith("ts_kernels.")
     }
-    assert found == {
-        "rms_norm": plugins.RMS_NORM,
-        "chunked_cross_entropy": plugins.CHUNKED_CROSS_ENTROPY,
-    }
+    assert found == {plugin.name: plugin for plugin in (*KERNELS, *PATCHES)}
 
 
 def test_doctests():
     import doctest
 
-    from ts_kernels import _cross_entropy, _rms_norm
+    from ts_kernels import (
+        _add_rms_norm,
+        _cross_entropy,
+        _gated_mlp,
+        _lora_linear,
+        _rms_norm,
+        _rotary,
+    )
+    from ts_kernels.patching import _blocks
 
-    for module in (_cross_entropy, _rms_norm):
+    modules = (_add_rms_norm, _cross_entropy, _gated_mlp, _lora_linear, _rms_norm, _rotary)
+    for module in (*modules, _blocks):
         results = doctest.testmod(module, extraglobs={"torch": __import__("torch")})
         assert results.attempted and not results.failed

@@ -14,10 +14,12 @@ from ts_kernels._losses import causal_lm_loss, dpo_loss
 from ts_kernels._rms_norm import rms_norm
 from ts_kernels._rotary import rotary
 from ts_kernels._targets import count_targets
+from ts_kernels.patching import PatchHandle, patch_blocks, patch_lora
 
 __version__ = "0.8.0"
 
 __all__ = [
+    "PatchHandle",
     "__version__",
     "add_rms_norm",
     "causal_lm_loss",
@@ -26,6 +28,8 @@ __all__ = [
     "dpo_loss",
     "gated_mlp",
     "lora_linear",
+    "patch_blocks",
+    "patch_lora",
     "reference",
     "rms_norm",
     "rotary",
