@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ts_core import StreamedModel
+from ts_core import OffloadAdamW, StreamedModel
 from ts_core.testing import TinyBlock, inject_delays
 from ts_core.transfer import edges
 
@@ -111,7 +111,7 @@ def train(
 
 
 def run_both(
-    prefetch_ahead: int, *, autocast: bool = False, delays: int | None = 3
+    prefetch_ahead: int, *, delays: int | None, autocast: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     blocks = zoo()
     mine = copy.deepcopy(blocks)
@@ -134,21 +134,22 @@ def same(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     return len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
+@pytest.mark.parametrize("delays", [None, 3])
 @pytest.mark.parametrize("prefetch_ahead", [0, 1, 2, 9])
-def test_training_equals_resident(prefetch_ahead: int) -> None:
-    expected, found = run_both(prefetch_ahead)
+def test_training_equals_resident(prefetch_ahead: int, delays: int | None) -> None:
+    expected, found = run_both(prefetch_ahead, delays=delays)
     assert same(expected, found)
 
 
 def test_training_equals_resident_under_autocast() -> None:
-    expected, found = run_both(1, autocast=True)
+    expected, found = run_both(1, delays=3, autocast=True)
     assert same(expected, found)
 
 
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The delays have teeth: without the waits the numbers are wrong."""
     monkeypatch.setattr(edges, "wait", lambda device, stream, event: None)
-    expected, found = run_both(1)
+    expected, found = run_both(1, delays=3)
     assert not same(expected, found)
 
 
@@ -272,15 +273,17 @@ def test_parameter_hooks_see_gradients() -> None:
     x = torch.randn(2, 3, WIDTH)
     model = StreamedModel([block], "host")
     calls = []
+    home = block.inner.up.weight.data_ptr()
     for module in (plain, block):
         module.inner.up.weight.register_hook(lambda grad: grad * 3)
         module.inner.up.weight.register_post_accumulate_grad_hook(
-            lambda p: calls.append(p.grad.clone())
+            lambda p: calls.append((p.grad.clone(), p.data_ptr()))
         )
     plain(x, None).sum().backward()
     model(x, None).sum().backward()
     assert len(calls) == 2
-    assert torch.equal(calls[0], calls[1])
+    assert torch.equal(calls[0][0], calls[1][0])
+    assert calls[1][1] == home  # hooks find the parameter where the user knows it
     assert torch.equal(block.inner.up.weight.grad, plain.inner.up.weight.grad)
     model.close()
 
@@ -353,7 +356,7 @@ def test_state_dict_load_and_dtype() -> None:
     other.close()
 
 
-@pytest.mark.parametrize("write", ["data", "in_place"])
+@pytest.mark.parametrize("write", ["data", "in_place", "other_memory"])
 def test_writes_between_steps_count(write: str) -> None:
     model = StreamedModel([Normal(0.0), Normal(0.0)], "host").eval()
     plain = copy.deepcopy(list(model.blocks))
@@ -362,6 +365,8 @@ def test_writes_between_steps_count(write: str) -> None:
     for block in (model.blocks[1], plain[1]):
         if write == "data":
             block.inner.up.weight.data.mul_(2)
+        elif write == "other_memory":
+            block.inner.up.weight.data = block.inner.up.weight.data * 2
         else:
             with torch.no_grad():
                 block.inner.up.weight.mul_(2)
@@ -397,6 +402,34 @@ def test_inner_tensors_of_a_frozen_wrapper_stream() -> None:
         result.sum().backward()
         assert model.stats()["slot_bytes"] >= 2 * 4 * WIDTH * WIDTH
     assert all(block.trained.grad is not None for block in blocks)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"eager": False}])
+@pytest.mark.parametrize("delays", [None, 6])
+def test_with_offload_adamw(options: dict[str, Any], delays: int | None) -> None:
+    """It moves small parameters into memory of its own, and updates during backward."""
+
+    def run(streamed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        blocks: list[nn.Module] = [Normal(0.0) for _ in range(4)]
+        forward: Any = lambda x: resident_forward(blocks, x, None)  # noqa: E731
+        if streamed:
+            model = StreamedModel(blocks, "host")
+            forward = lambda x: model(x, None)  # noqa: E731
+        parameters = list(nn.ModuleList(blocks).parameters())
+        optimizer = OffloadAdamW(parameters, lr=1e-2, **options)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            loss = forward(torch.randn(2, 3, WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in parameters]
+
+    expected = run(False)
+    with contextlib.nullcontext() if delays is None else inject_delays(delays):
+        found = run(True)
+    assert same(expected, found)
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ class StreamedModel(nn.Module):
             machinery.landing.discard()
         machinery.slots.begin_pass()
         for state in machinery.states:
-            state.check_in_place()
+            state.take_writes()
         if track:
             machinery.landing.prepare(machinery.states)
         with torch.set_grad_enabled(track):

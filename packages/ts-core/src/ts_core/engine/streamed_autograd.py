@@ -244,6 +244,7 @@ class BlockPass:
             raise
         finally:
             machinery.slots.leave(index)
+        landing.collect(task)
         return found
 
     def finish_backward(self, task: int) -> None:

@@ -138,8 +138,14 @@ class GradientLanding:
         self._sent[slot.index] = event
         self.copied_bytes += size
         places = tuple(place for place in self._layout[index] if place.offset in filled)
-        flying = self._flying.setdefault(task, deque())
-        flying.append(_Landing(event, buffer_h, places))
+        self._flying.setdefault(task, deque()).append(_Landing(event, buffer_h, places))
+
+    def collect(self, task: int) -> None:
+        """Put what has arrived into `.grad`; waits only to bound the memory of sums.
+
+        Called while no block is bound to the device: gradients and parameters are on the CPU then.
+        """
+        flying = self._flying.get(task, deque())
         while flying and (
             flying[0].event.query() or (len(flying) > SLOTS and _accumulates(flying[0]))
         ):

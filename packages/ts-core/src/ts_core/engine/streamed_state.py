@@ -54,8 +54,10 @@ class BlockState:
                 f"got none: {arena.refusal}. Raise the limit (`trainstream doctor` says how), or "
                 f"use fewer or smaller blocks."
             )
-        self._pointers = [leaf.get().data_ptr() for leaf in leaves]
-        self._leaves = leaves
+        self._home = [
+            (place, place.view(self.image.buffer_h), place.leaf.get().data_ptr())
+            for place in self.image.placements
+        ]
 
     @property
     def size_bytes(self) -> int:
@@ -70,11 +72,13 @@ class BlockState:
         """In-place counters of every parameter and buffer."""
         return [tensor._version for _, _, _, tensor in self._entries]
 
-    def check_in_place(self) -> None:
-        """Refuse state that is no longer the image's, so would not stream.
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Before a pass: bring state that was given other memory (`p.data = ..`) into the image.
 
         Raises:
-            StateError: a parameter or buffer was replaced, by another object or other memory.
+            StateError: a parameter or buffer was replaced by another object, or is of another
+                shape or dtype now.
         """
         found = list(registered(self.block))
         if [(name, id(tensor)) for name, _, _, tensor in found] != [
@@ -88,13 +92,18 @@ class BlockState:
                 f"(parameter.copy_(..) under torch.no_grad(), load_state_dict without assign), or "
                 f"make a new StreamedModel."
             )
-        for leaf, pointer in zip(self._leaves, self._pointers, strict=True):
-            if leaf.get().data_ptr() != pointer:
+        for place, home, pointer in self._home:
+            now = place.leaf.get()
+            if now.data_ptr() == pointer:
+                continue
+            if tuple(now.shape) != place.shape or now.dtype != place.dtype:
                 raise StateError(
-                    f"block {self.index}: {leaf.name} has other memory than the page-locked buffer "
-                    f"that streams (it was replaced through .data, or moved). Copy into it "
-                    f"(.data.copy_(..)), or make a new StreamedModel."
+                    f"block {self.index}: {place.leaf.name} is a {now.dtype} tensor of shape "
+                    f"{tuple(now.shape)} now, while it streams as {place.dtype} {place.shape}. Put "
+                    f"it back, or make a new StreamedModel."
                 )
+            home.copy_(now)
+            place.leaf.set(home)
 
     def check_unchanged(self, before: Sequence[int]) -> None:
         """After the block computed: its own code must not have written to its state.
