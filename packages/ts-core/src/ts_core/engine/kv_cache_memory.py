@@ -123,11 +123,9 @@ class CacheMemory:
         state = self._paged[layer]
         if after < before:
             # The page that is open again was closed: bring it back into the tail.
-            self._after_store(state.stored)
             page = slice(after * self.layout.page_bytes, (after + 1) * self.layout.page_bytes)
-            event = self.copies.h2d(
-                state.tail_d, state.pages_h[page], after=self.copies.record_compute()
-            )
+            behind = [self.copies.record_compute(), state.stored]
+            event = self.copies.h2d(state.tail_d, state.pages_h[page], after=behind)
             self.copies.wait_compute(event)
         for index, (owner, pages) in self._owner.items():
             if owner == layer:
@@ -175,16 +173,15 @@ class CacheMemory:
             if not free:
                 return None
             slot = min(free, key=lambda other: (other.index in self._owner, other.last_use))
-        self._after_store(self._stored.pop(slot.index, None))
-        state = self._paged[layer]
         self._owner[slot.index] = (layer, pages)
         slot.last_use = self.stats.updates
         # Without pages to load, a copy for an earlier owner may still be on its way into the slot:
         # `ready` stays, and is waited for before the slot is written.
         if pages:
-            self._after_store(state.stored)
+            state = self._paged[layer]
             size = pages * self.layout.page_bytes
-            behind = self._done.pop(slot.index, None) or self.copies.record_compute()
+            # Behind what read the slot last, its copy to the host, and that of the layer's pages.
+            behind = [self._done.get(slot.index), self._stored.get(slot.index), state.stored]
             slot.ready = self.copies.h2d(slot.buffer[:size], state.pages_h[:size], after=behind)
             slot.waited = False
             self.stats.loads += 1
@@ -194,7 +191,9 @@ class CacheMemory:
     def _store(self, layer: int, slot: Slot, everything: Pair, before: int, after: int) -> None:
         """Send pages before..after of `layer` to the host, by way of its slot."""
         layout = self.layout
-        self._after_store(self._stored.pop(slot.index, None))
+        leaving = self._stored.get(slot.index)
+        if leaving is not None and not leaving.query():
+            self.copies.wait_compute(leaving)
         copy_pair(
             layout.pages(slot.buffer, before, after), layout.in_pages(everything, before, after)
         )
@@ -207,12 +206,6 @@ class CacheMemory:
         self._owner[slot.index] = (layer, after)
         self.stats.stored_pages += after - before
         self.stats.store_bytes += (after - before) * layout.page_bytes
-
-    def _after_store(self, event: Event | None) -> None:
-        """Order what follows behind a copy to the host, if it has not finished."""
-        if event is not None and not event.query():
-            self.copies.wait_compute(event)
-            self._done.clear()  # events recorded before the wait do not imply it
 
     def _take(self, size_bytes: int) -> torch.Tensor:
         self._reservations.append(self.device.pool.reserve(size_bytes, TAG))
