@@ -76,6 +76,7 @@ class Scenario:
         limit_bytes: device memory the process may use; None for no cap. Caps only a CUDA device.
         lora_rank: rank of the adapters; alpha is twice that.
         needs_gpu: too large to be of use on a CPU.
+        max_grad_norm: clip the global gradient norm to this; None does not clip.
         note: one line for people.
     """
 
@@ -89,6 +90,7 @@ class Scenario:
     lora_rank: int = 16
     needs_gpu: bool = True
     note: str = ""
+    max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
         _accept("mode", self.mode, MODES)
@@ -99,6 +101,8 @@ class Scenario:
                 raise OptionError(f"{field}: {value!r} is not accepted; use an int >= 1.")
         if self.tokens < 2:
             raise OptionError("tokens: 1 is not accepted; predicting a next token takes two.")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise OptionError(f"max_grad_norm: {self.max_grad_norm} is not accepted; use > 0.")
         if self.limit_bytes is not None and self.limit_bytes <= 0:
             raise OptionError(f"limit_bytes: {self.limit_bytes} is not accepted; use None or > 0.")
 
@@ -130,9 +134,12 @@ def _lora_14b(base: str, tokens: int, limit_bytes: int, suffix: str) -> Scenario
     )
 
 
-def _full(size: str, shape: ModelShape, batch: int, tokens: int, limit_gb: int) -> Scenario:
+def _full(
+    size: str, shape: ModelShape, batch: int, tokens: int, limit_gb: int, clip: float | None = None
+) -> Scenario:
+    clipping = "" if clip is None else f", gradient norm clipped to {clip}"
     return Scenario(
-        name=f"full-{size}-{batch}x{tokens}-{limit_gb}g",
+        name=f"full-{size}-{batch}x{tokens}-{limit_gb}g" + ("" if clip is None else "-clip"),
         shape=shape,
         mode="full",
         base="fp32",
@@ -140,7 +147,8 @@ def _full(size: str, shape: ModelShape, batch: int, tokens: int, limit_gb: int) 
         tokens=tokens,
         limit_bytes=limit_gb * GB,
         note=f"full fine-tune of Qwen2.5-{size.upper()}'s shape in fp32 (bf16 autocast), "
-        f"{batch} x {tokens}, {limit_gb} GB cap",
+        f"{batch} x {tokens}, {limit_gb} GB cap{clipping}",
+        max_grad_norm=clip,
     )
 
 
@@ -154,6 +162,7 @@ _ALL = [
     _lora_14b("fp8", 2048, 24 * GB, "24g"),
     _lora_14b("bf16", 512, 24 * GB, "24g"),
     _full("1.5b", QWEN_1_5B, 4, 512, 24),
+    _full("1.5b", QWEN_1_5B, 4, 512, 24, clip=1.0),
     _full("1.5b", QWEN_1_5B, 4, 512, 8),
     _full("3b", QWEN_3B, 8, 1024, 24),
 ]

@@ -126,7 +126,7 @@ def own_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 class TrainStep:
-    """A plain training step: bf16 autocast, a loss, its backward, AdamW, no clipping.
+    """A plain training step: bf16 autocast, a loss, its backward, clipping if asked, AdamW.
 
     Args:
         model: the model that is trained.
@@ -135,6 +135,8 @@ class TrainStep:
         device: where model inputs go.
         details: what `details()` returns, or a function for it.
         loss: of a model on token ids, computed under autocast.
+        clips: whether the optimizer clips by itself; else torch's function does, where the
+            scenario asks for it.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class TrainStep:
         device: torch.device,
         details: dict[str, Any] | Callable[[], dict[str, Any]],
         loss: LossFunction | None = None,
+        clips: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -152,12 +155,15 @@ class TrainStep:
         self._batches = token_batches(scenario, device)
         self._details = details
         self._loss = loss or own_loss
+        self._max_grad_norm = None if clips else scenario.max_grad_norm
 
     def __call__(self) -> Tensor:
         ids = next(self._batches)
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._loss(self.model, ids)
         loss.backward()
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trainable(self.model), self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -25,12 +25,21 @@ PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class TrainStreamEngine:
-    """A model on the host whose blocks stream, within the scenario's memory cap."""
+    """A model on the host whose blocks stream, within the scenario's memory cap.
+
+    Args:
+        name: of the engine.
+        how: what differs from wrap's defaults, in words.
+        **options: of wrap().
+    """
 
     API_VERSION = API_VERSION
-    name = "trainstream"
-    description = "ts_hf.load_model + PEFT + wrap_hf at its defaults, TrainStreamTrainer's loss"
     variants = ("default",)
+
+    def __init__(self, name: str, how: str, **options: Any) -> None:
+        self.name = name
+        self.description = f"ts_hf.load_model + PEFT + wrap_hf {how}, TrainStreamTrainer's loss"
+        self._options = options
 
     def available(self) -> str | None:
         """None: ts-core and ts-hf are requirements of ts-bench."""
@@ -59,7 +68,9 @@ class TrainStreamEngine:
         else:
             model.requires_grad_(True)
         optimizer = torch.optim.AdamW(trainable(model), lr=LEARNING_RATE)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = dict(self._options)
+        if scenario.max_grad_norm is not None:
+            options["max_grad_norm"] = scenario.max_grad_norm
         if scenario.limit_bytes is not None:
             options["vram_limit"] = scenario.limit_bytes
         try:
@@ -69,7 +80,13 @@ class TrainStreamEngine:
         notes: list[str] = []
         loss = _trainer_loss(model, scenario, device, notes)
         return TrainStep(
-            model, wrapped, scenario, device, lambda: {"loss": notes, **_details(model)}, loss
+            model,
+            wrapped,
+            scenario,
+            device,
+            lambda: {"loss": notes, **_details(model)},
+            loss,
+            clips=True,
         )
 
 
@@ -119,4 +136,10 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-ENGINE = TrainStreamEngine()
+ENGINE = TrainStreamEngine("trainstream", "at its defaults")
+ENGINE_ZERO_COPY = TrainStreamEngine(
+    "trainstream-gpu", "with optimizer_mode='gpu'", optimizer_mode="gpu", offload=True
+)
+ENGINE_AUTO = TrainStreamEngine(
+    "trainstream-auto", "with optimizer_mode='auto'", optimizer_mode="auto"
+)
