@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +172,16 @@ def test_bad_arguments(tiny_model: Callable[..., Any]) -> None:
         ts_hf.TrainStreamCache(torch.nn.Linear(2, 2), 64)
     with pytest.raises(TrainStreamError, match="resident_layers=9"):
         ts_hf.TrainStreamCache(tiny_model("llama"), 64, resident_layers=9)
+
+
+def test_the_readme_example(tiny_model: Callable[..., Any]) -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (code,) = [block for block in blocks if "TrainStreamCache" in block]
+    code = code.replace("65536", "64").replace("200", "9")
+    names: dict[str, Any] = {"model": tiny_model("llama").eval(), **prompt(2, 5)}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["tokens"].shape == (2, 14)
 
 
 @pytest.mark.gpu
