@@ -15,6 +15,7 @@ import torch
 
 import ts_quant
 from ts_quant.codecs import byte_triton, nibble_triton
+from ts_quant.matmul import fp8, rows, rows_triton
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -180,3 +181,31 @@ def test_empty_and_misaligned(codec: str) -> None:
         out = torch.empty(256)
         module.decode_out((moved, *scales), q.spec, out)
         assert torch.equal(out, q.dequantize())
+
+
+def one_code_apart(mine: Tensor, expected: Tensor) -> bool:
+    """The interpreter truncates where a GPU rounds fp32 to e4m3."""
+    return int((mine.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("k", [16, 384, 4224])
+def test_activations_to_fp8(k: int) -> None:
+    x = torch.randn(4, k) * torch.logspace(-3, 3, 4)[:, None]
+    x[2] = 0
+    for part in (x, x.t().contiguous().t()):
+        codes, scale = rows_triton.rows(part)
+        expected, expected_scale = rows.rows_reference(x)
+        assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)
+        if k % 128 == 0:
+            codes, scale = rows_triton.groups(part)
+            expected, expected_scale = rows.groups_reference(x)
+            assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)
+
+
+@pytest.mark.parametrize("k", [32, 192, 4128])
+def test_blocks_of_32_to_rows(k: int) -> None:
+    spread = torch.logspace(-3, 3, 3 * k // 32).view(3, -1).repeat_interleave(32, 1)
+    q = ts_quant.quantize(torch.randn(3, k) * spread, "fp8")
+    codes, scale = rows_triton.blocks_to_rows(*q.buffers(), 3, k)
+    expected, expected_scale = fp8.blocks_to_rows(*q.buffers(), 3, k)
+    assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)

@@ -26,6 +26,7 @@ from ts_quant.errors import (
 )
 from ts_quant.loftq import LoftQResult, loftq
 from ts_quant.lora_start import ErrorStart, init_lora_from_error
+from ts_quant.matmul.options import MatmulOptions, configure_matmul
 from ts_quant.measure import ErrorStats, error
 from ts_quant.merge import MatrixMerge, MergeReport, merge_weight
 from ts_quant.readers.folder import iterate_checkpoint
@@ -45,6 +46,7 @@ __all__ = [
     "FrozenWeightError",
     "KernelError",
     "LoftQResult",
+    "MatmulOptions",
     "MatrixMerge",
     "MatrixReport",
     "MergeReport",
@@ -59,6 +61,7 @@ __all__ = [
     "StoredWeight",
     "Storer",
     "choose",
+    "configure_matmul",
     "error",
     "error_stats",
     "init_lora_from_error",

@@ -6,10 +6,15 @@ W is decoded for the forward product and again for the backward one; neither cop
 product and x is not saved (a frozen weight needs no gradient). The autograd node keeps the weight
 object, not its buffers, so the buffers may be replaced between forward and backward.
 
-Products, layouts and reductions are those PyTorch uses for an ordinary frozen weight, so results
-and gradients equal its results and gradients on the decoded weight bit for bit. (Exception: an
-input of three or more dimensions with no bias whose leading dimensions cannot be flattened; torch
-then runs a batched product and this module a flat one.)
+Where the GPU has tensor cores for the weight's own format (FP8 on sm_89 and later, NVFP4 on sm_100)
+and the compute dtype is bf16, the forward product runs on them, with x quantized
+(`ts_quant.matmul`); `ts_quant.configure_matmul(model, tensor_cores=False)` turns that off. Backward
+decodes.
+
+Otherwise products, layouts and reductions are those PyTorch uses for an ordinary frozen weight, so
+results and gradients equal its results and gradients on the decoded weight bit for bit.
+(Exception: an input of three or more dimensions with no bias whose leading dimensions cannot be
+flattened; torch then runs a batched product and this module a flat one.)
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ts_quant.matmul.dispatch import NVFP4, TENSOR_CORE_CODECS, prepare, product
+from ts_quant.matmul.nvfp4 import input_gradient
 
 if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
@@ -39,25 +47,52 @@ def frozen_linear(x: Tensor, weight: QuantTensor, bias: Tensor | None = None) ->
     Raises:
         RuntimeError: shapes, dtypes or devices that torch's linear refuses on the decoded weight.
     """
+    given = x
     dtype = weight._decoded_dtype
     target = _autocast_dtype(x.device.type)
     if target is not None:
         x = _autocast(x, target)
         bias = None if bias is None else _autocast(bias, target)
         dtype = _autocast_of(dtype, target)
+    prepared = None
+    if weight._spec.codec in TENSOR_CORE_CODECS and x.dtype is dtype:
+        prepared = prepare(given, x, weight, bias)
+    kind, tensors = (None, ()) if prepared is None else (prepared.kind, prepared.tensors)
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     if needs_grad and torch.is_grad_enabled():
-        y: Tensor = _FrozenLinear.apply(x, weight, bias, dtype)  # type: ignore[no-untyped-call]
+        y: Tensor = _FrozenLinear.apply(x, weight, bias, dtype, kind, *tensors)  # type: ignore[no-untyped-call]
         return y
-    return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
+    return _product(x, weight, bias, dtype, kind, tensors)
+
+
+def _product(
+    x: Tensor,
+    weight: QuantTensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    kind: str | None,
+    tensors: tuple[Tensor, ...],
+) -> Tensor:
+    if kind is None:
+        return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
+    y = product(kind, tensors, weight, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: QuantTensor, bias: Tensor | None, dtype: torch.dtype
+        ctx: Any,
+        x: Tensor,
+        weight: QuantTensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        kind: str | None,
+        *tensors: Tensor,
     ) -> Tensor:
         ctx.weight = weight
+        ctx.kind = kind
+        ctx.n_tensors = len(tensors)
         ctx.dtype = dtype
         # Compiled code would be compiled again for every new count.
         ctx.edits = None if torch.compiler.is_compiling() else weight._edits
@@ -65,7 +100,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.flat_bias = x.dim() <= 2 or (x.dim() == 3 and x.is_contiguous())
         ctx.bias_shape = None if bias is None else bias.shape
-        return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
+        return _product(x, weight, bias, dtype, kind, tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +110,10 @@ class _FrozenLinear(torch.autograd.Function):
             grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
             if ctx.needs_input_grad[0]:
                 w = _decode_again(ctx.weight, ctx.dtype)
-                flat = w.t().mm(grad_2d.t()).t() if ctx.transposed else grad_2d.mm(w)
+                if ctx.kind == NVFP4 and ctx.weight._matmul.nvfp4_backward:
+                    flat = input_gradient(grad_2d, w)
+                else:
+                    flat = w.t().mm(grad_2d.t()).t() if ctx.transposed else grad_2d.mm(w)
                 grad_x = flat.view(*grad_y.shape[:-1], w.shape[1])
                 del w
             if ctx.needs_input_grad[2]:
@@ -83,7 +121,7 @@ class _FrozenLinear(torch.autograd.Function):
         if torch.is_grad_enabled() and grad_y.requires_grad:
             grad_x = None if grad_x is None else _refuse_second(grad_x, grad_y)
             grad_bias = None if grad_bias is None else _refuse_second(grad_bias, grad_y)
-        return grad_x, None, grad_bias, None
+        return grad_x, None, grad_bias, None, None, *[None] * ctx.n_tensors
 
 
 class _NoSecondDerivative(torch.autograd.Function):

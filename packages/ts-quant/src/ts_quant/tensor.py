@@ -23,13 +23,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ts_quant.codecs.base import Codec, QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.linear import frozen_linear
+from ts_quant.matmul.options import MatmulOptions
 
 _FROZEN = (
     "a quantized weight is frozen: {what}. Train adapters on top of it (LoRA), or call "
     ".dequantize() for an ordinary tensor; q.copy_(tensor) encodes new values in place"
 )
 
-Metadata = tuple[QuantSpec, torch.dtype]
+_DEFAULT_MATMUL = MatmulOptions()
+
+Metadata = tuple[QuantSpec, torch.dtype, MatmulOptions]
 
 
 class QuantTensor(torch.Tensor):
@@ -52,6 +55,7 @@ class QuantTensor(torch.Tensor):
     _decoded_dtype: torch.dtype
     _decoded_shape: torch.Size
     _names: tuple[str, ...]
+    _matmul: MatmulOptions
     _edits: int
     """How often the values were changed in place; see `ts_quant.linear`."""
 
@@ -72,6 +76,7 @@ class QuantTensor(torch.Tensor):
         self._decoded_dtype = dtype
         self._decoded_shape = shape
         self._edits = 0
+        self._matmul = _DEFAULT_MATMUL
         self._names = codec_named(spec.codec).buffer_names(spec)
         for name, buffer in zip(self._names, buffers, strict=True):
             setattr(self, name, buffer)
@@ -187,12 +192,14 @@ class QuantTensor(torch.Tensor):
         self, buffers: Sequence[Tensor], dtype: torch.dtype | None = None
     ) -> QuantTensor:
         """A QuantTensor of the same shape and format over other inner tensors."""
-        return QuantTensor(buffers, self._spec, self._decoded_shape, dtype or self._decoded_dtype)
+        made = QuantTensor(buffers, self._spec, self._decoded_shape, dtype or self._decoded_dtype)
+        made._matmul = self._matmul
+        return made
 
     # -- PyTorch's protocols -------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        return list(self._names), (self._spec, self._decoded_dtype)
+        return list(self._names), (self._spec, self._decoded_dtype, self._matmul)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -201,9 +208,11 @@ class QuantTensor(torch.Tensor):
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
     ) -> QuantTensor:
-        spec, dtype = meta
+        spec, dtype, matmul = meta
         names = codec_named(spec.codec).buffer_names(spec)
-        return QuantTensor([inner[name] for name in names], spec, outer_size, dtype)
+        made = QuantTensor([inner[name] for name in names], spec, outer_size, dtype)
+        made._matmul = matmul
+        return made
 
     def _stable_hash_for_caching(self) -> str:
         """Names what compiled code may depend on, for AOTAutograd's cache."""
@@ -211,7 +220,7 @@ class QuantTensor(torch.Tensor):
             (str(b.dtype), tuple(b.shape), b.stride(), b.storage_offset(), str(b.device))
             for b in self.buffers()
         ]
-        return f"QuantTensor {self._spec} {self.dtype} {tuple(self.shape)} {inner}"
+        return f"QuantTensor {self._spec} {self._matmul} {self.dtype} {tuple(self.shape)} {inner}"
 
     @classmethod
     def __torch_function__(
@@ -366,5 +375,6 @@ def _set_data(target: QuantTensor, value: Tensor) -> None:
     target._decoded_shape = value._decoded_shape
     target._edits += 1
     target._names = value._names
+    target._matmul = value._matmul
     for name in value._names:
         setattr(target, name, getattr(value, name))

@@ -25,6 +25,12 @@ _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @cache
+def use_triton() -> bool:
+    """Whether Triton is installed and not turned off."""
+    return _USE_TRITON and find_spec("triton") is not None
+
+
+@cache
 def cuda_decoder(module: str, dtype: torch.dtype) -> DecodeOut | None:
     """The Triton decoder to outputs of `dtype`, or None where there is none.
 
@@ -32,7 +38,7 @@ def cuda_decoder(module: str, dtype: torch.dtype) -> DecodeOut | None:
         module: a module that imports triton and has `decode_out(buffers, spec, out)`.
         dtype: of the output.
     """
-    if not _USE_TRITON or dtype not in _TRITON_DTYPES or find_spec("triton") is None:
+    if not use_triton() or dtype not in _TRITON_DTYPES:
         return None
     kernel: DecodeOut = import_module(module).decode_out
     return _explain_first_failure(kernel, module)

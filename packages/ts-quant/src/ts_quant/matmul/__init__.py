@@ -1,0 +1,1 @@
+"""Products with a quantized weight that need no full-precision copy of it: tensor-core paths."""

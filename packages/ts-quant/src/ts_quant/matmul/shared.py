@@ -1,0 +1,63 @@
+"""One quantized activation for all the weights it meets: q, k and v; gate and up.
+
+The last activation of each device and thread is kept with its quantized form, for as long as the
+activation itself lives and is not changed. It is found again by identity and version, on the same
+stream, and within the same CUDA graph capture (or outside any).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ts_quant.matmul.capture import capture_id
+
+
+@dataclass
+class _Entry:
+    x: weakref.ref[Tensor]
+    key: tuple[Any, ...]
+    made: list[Tensor]
+
+
+class _Entries(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, _Entry] = {}
+
+
+_ENTRIES = _Entries()
+
+
+def shared(x: Tensor, kind: tuple[Any, ...], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What `make` returned for this very tensor just before, else what it returns now.
+
+    Args:
+        x: the activation as the model passes it, before any cast.
+        kind: everything beside x that `make` depends on.
+        make: quantizes x.
+    """
+    # Inference tensors have no version, and compiled code merges equal calls by itself.
+    if torch.compiler.is_compiling() or x.is_inference():
+        return make()
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    key = (kind, x._version, x.data_ptr(), x.shape, stream, capture_id(x.device, stream))
+    entries = _ENTRIES.by_device
+    entry = entries.get(x.device)
+    if entry is not None and entry.x() is x and entry.key == key:
+        return entry.made
+    made = make()
+    device = x.device
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        entry = entries.get(device)
+        if entry is not None and entry.x is reference:
+            del entries[device]
+
+    entries[device] = _Entry(weakref.ref(x, forget), key, made)
+    return made
