@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ts_quant
 from ts_quant.codecs import byte_triton, nibble_triton
@@ -183,9 +184,15 @@ def test_empty_and_misaligned(codec: str) -> None:
         assert torch.equal(out, q.dequantize())
 
 
-def one_code_apart(mine: Tensor, expected: Tensor) -> bool:
-    """The interpreter truncates where a GPU rounds fp32 to e4m3."""
-    return int((mine.view(torch.uint8).int() - expected.view(torch.uint8).int()).abs().max()) <= 1
+def like(mine: Tensor, expected: Tensor) -> bool:
+    """Whether e4m3 codes agree as far as the interpreter can tell (Triton 3.7.1).
+
+    Where a GPU rounds fp32 to e4m3 it may be one code off, and it loses the carry of a mantissa
+    that rounds up to the next power of two. The GPU tests compare all codes.
+    """
+    a, b = mine.view(torch.uint8).int(), expected.view(torch.uint8).int()
+    carry_lost = (b & 7 == 0) & (b - a == 8)
+    return bool((((a - b).abs() <= 1) | carry_lost).all())
 
 
 @pytest.mark.parametrize("k", [16, 384, 4224])
@@ -195,11 +202,11 @@ def test_activations_to_fp8(k: int) -> None:
     for part in (x, x.t().contiguous().t()):
         codes, scale = rows_triton.rows(part)
         expected, expected_scale = rows.rows_reference(x)
-        assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)
+        assert torch.equal(scale, expected_scale) and like(codes, expected)
         if k % 128 == 0:
             codes, scale = rows_triton.groups(part)
             expected, expected_scale = rows.groups_reference(x)
-            assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)
+            assert torch.equal(scale, expected_scale) and like(codes, expected)
 
 
 @pytest.mark.parametrize("k", [32, 192, 4128])
@@ -208,4 +215,4 @@ def test_blocks_of_32_to_rows(k: int) -> None:
     q = ts_quant.quantize(torch.randn(3, k) * spread, "fp8")
     codes, scale = rows_triton.blocks_to_rows(*q.buffers(), 3, k)
     expected, expected_scale = fp8.blocks_to_rows(*q.buffers(), 3, k)
-    assert torch.equal(scale, expected_scale) and one_code_apart(codes, expected)
+    assert torch.equal(scale, expected_scale) and like(codes, expected)
