@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from ts_bench import adam_command, records
+from ts_bench import adam_command, quality_command, records
 from ts_bench.records import Record
 from ts_bench.scenarios import GB, SCENARIOS, Scenario, get_scenario
 from ts_core.errors import OptionError, TrainStreamError
@@ -38,6 +38,9 @@ class BenchCommand:
         show.add_argument("--plot", type=Path, help="also draw a picture (png, svg, pdf)")
         show.set_defaults(_bench=_show)
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
+        quality_command.configure(
+            subparsers.add_parser("quality", help="perplexity of every quantized format")
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the sub-command; returns the exit status."""
