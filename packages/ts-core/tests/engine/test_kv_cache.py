@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
 import pytest
@@ -103,6 +104,32 @@ def test_crop(resident_layers: int) -> None:
     assert mirror.equal
     with pytest.raises(DataError, match=r"crop\(10\): .* tokens held, 9"):
         cache.crop(10)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sequences(seed: int) -> None:
+    """Prompts, steps, crops and resets in random order, for random shapes."""
+    choose = random.Random(seed)
+    layers, most = choose.randint(1, 6), choose.randint(8, 60)
+    cache = PagedKVCache(
+        layers,
+        most,
+        resident_layers=choose.randint(0, layers),
+        page_tokens=choose.choice([1, 2, 3, 5, 8, 100]),
+    )
+    mirror, batch = Mirror(cache), 2
+    with inject_delays(seed, max_ms=1.0):
+        for _ in range(25):
+            held, action = cache.seq_length(), choose.random()
+            tokens = choose.choice([1, 1, 1, 2, choose.randint(1, 20)])
+            if action < 0.1:
+                mirror.reset()
+                batch = choose.choice([1, 2])
+            elif action < 0.2 and held:
+                mirror.crop(choose.randint(0, held))
+            elif held + tokens <= most:
+                mirror.step(tokens, batch)
+    assert mirror.equal
 
 
 def test_reset_while_copies_are_in_flight() -> None:

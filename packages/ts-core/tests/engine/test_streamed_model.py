@@ -404,21 +404,22 @@ def test_inner_tensors_of_a_frozen_wrapper_stream() -> None:
     assert all(block.trained.grad is not None for block in blocks)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"eager": False}])
-@pytest.mark.parametrize("delays", [None, 6])
+@pytest.mark.parametrize(
+    ("options", "delays"), [({}, None), ({}, 6), ({"max_grad_norm": 0.1}, None)]
+)
 def test_with_offload_adamw(options: dict[str, Any], delays: int | None) -> None:
     """It moves small parameters into memory of its own, and updates during backward."""
 
     def run(streamed: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        blocks: list[nn.Module] = [Normal(0.0) for _ in range(4)]
+        blocks: list[nn.Module] = [Normal(0.0) for _ in range(3)]
         forward: Any = lambda x: resident_forward(blocks, x, None)  # noqa: E731
         if streamed:
             model = StreamedModel(blocks, "host")
             forward = lambda x: model(x, None)  # noqa: E731
         parameters = list(nn.ModuleList(blocks).parameters())
-        optimizer = OffloadAdamW(parameters, lr=1e-2, **options)
-        for step in range(4):
+        optimizer = OffloadAdamW(parameters, lr=1e-2, threads=1, **options)
+        for step in range(3):
             generator = torch.Generator().manual_seed(step)
             loss = forward(torch.randn(2, 3, WIDTH, generator=generator)).square().mean()
             loss.backward()

@@ -237,7 +237,8 @@ class StreamedModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise StateError(
             "the state of a StreamedModel lies in one host buffer per block and cannot be moved "
-            "tensor by tensor. Use .to(), or close() it and make a new one."
+            "tensor by tensor. Use its own .to(); if it is part of a larger module, move the other "
+            "parts one by one."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
