@@ -70,7 +70,11 @@ void update_staged(AdamWKernel kernel, const AdamWScalars& s, const AdamWTensors
     decode(v, exp_avg_sq, now);
     kernel(s, range_of(t, at, now, exp_avg, exp_avg_sq));
     encode(exp_avg, m, now, key, first_block + block);
-    encode(exp_avg_sq, v, now, key, first_block + block);
+    if (stores_roots(v.type)) {
+      encode_roots(exp_avg_sq, v, now, key, first_block + block);
+    } else {
+      encode(exp_avg_sq, v, now, key, first_block + block);
+    }
   }
 }
 
@@ -93,7 +97,8 @@ void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Roundi
   const AdamWScalars s = scalars(options);
   const AdamWKernel kernel = kernels().adamw[static_cast<int>(t.param_dtype)]
                                             [static_cast<int>(t.grad_dtype)]
-                                            [t.master != nullptr ? 1 : 0];
+                                            [t.master != nullptr ? 1 : 0]
+                                            [stores_roots(t.exp_avg_sq.type) ? 1 : 0];
   const std::uint64_t key = random_key(rounding.seed, static_cast<std::uint64_t>(options.step));
   const bool staged = t.exp_avg.type != MomentType::float32;
   const std::size_t chunks = (t.count + kChunkElements - 1) / kChunkElements;

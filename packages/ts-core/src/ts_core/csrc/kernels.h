@@ -33,7 +33,7 @@ struct AdamWRange {
   void* param;         // param_dtype
   const void* grad;    // grad_dtype
   float* exp_avg;
-  float* exp_avg_sq;
+  float* exp_avg_sq;   // a kernel with `roots` leaves its square root here
   float* master;       // fp32, or null
   std::size_t count;
 };
@@ -54,6 +54,7 @@ using EncodeMoments = void (*)(const float* from, void* stored, float* scales, s
 struct MomentKernels {  // [0] exp_avg, [1] exp_avg_sq
   DecodeMoments decode[2];
   EncodeMoments encode[2];
+  EncodeMoments encode_roots;  // exp_avg_sq from square roots; null where those are not stored
 };
 
 constexpr int kSquareLanes = 16;
@@ -69,7 +70,7 @@ using RewriteKernel = void (*)(void* bytes, std::size_t count, std::uint8_t flip
 using ReadKernel = std::uint32_t (*)(const void* bytes, std::size_t count);
 
 struct KernelTable {
-  AdamWKernel adamw[3][3][2];  // [param dtype][grad dtype][has master]
+  AdamWKernel adamw[3][3][2][2];  // [param dtype][grad dtype][has master][roots]
   GradStatsKernel grad_stats[3];
   MomentKernels moments[2];  // bfloat16, int8
   RewriteKernel rewrite;

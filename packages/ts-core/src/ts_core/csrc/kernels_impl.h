@@ -54,7 +54,7 @@ inline typename V::Register divide(typename V::Register x, float c, float invers
 //   p <- p (1 - lr wd);  m <- lerp(m, g, 1 - beta1);  v <- beta2 v + (1 - beta2) g g
 //   p <- p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 // fp32 gives the bits of its fused CPU kernel where that uses fused multiply-add too.
-template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
+template <typename V, int kParam, int kGrad, bool kMaster, bool kRoots, bool kFromM>
 inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
                    const typename Element<kGrad>::Type* grad, float* exp_avg, float* exp_avg_sq,
                    float* master) {
@@ -66,16 +66,17 @@ inline void update(const AdamWScalars& s, typename Element<kParam>::Type* param,
   // One rounding here matters: with two, twenty steps end up to 2 ulp from torch's result.
   m = V::fma(V::set1(s.lerp_factor), V::sub(g, m), kFromM ? m : g);
   v = V::fma(V::mul(V::set1(s.one_minus_beta2), g), g, V::mul(v, V::set1(s.beta2)));
+  const auto root = V::sqrt(v);
   const auto denominator =
-      V::add(divide<V>(V::sqrt(v), s.correction2, s.correction2_inverse), V::set1(s.eps));
+      V::add(divide<V>(root, s.correction2, s.correction2_inverse), V::set1(s.eps));
   p = V::sub(p, V::div(V::mul(V::set1(s.step_size), m), denominator));
   V::store32(exp_avg, m);
-  V::store32(exp_avg_sq, v);
+  V::store32(exp_avg_sq, kRoots ? root : v);
   if constexpr (kMaster) V::store32(master, p);
   store<V, kParam>(param, p);
 }
 
-template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
+template <typename V, int kParam, int kGrad, bool kMaster, bool kRoots, bool kFromM>
 void adamw_loop(const AdamWScalars& scalars, const AdamWRange& range) {
   // Copies, which no store to the tensors can alias, so that they stay in registers.
   const AdamWScalars s = scalars;
@@ -84,23 +85,23 @@ void adamw_loop(const AdamWScalars& scalars, const AdamWRange& range) {
   const auto* grad = static_cast<const typename Element<kGrad>::Type*>(r.grad);
   std::size_t i = 0;
   for (; i + V::kWidth <= r.count; i += V::kWidth) {
-    update<V, kParam, kGrad, kMaster, kFromM>(s, param + i, grad + i, r.exp_avg + i,
+    update<V, kParam, kGrad, kMaster, kRoots, kFromM>(s, param + i, grad + i, r.exp_avg + i,
                                                   r.exp_avg_sq + i,
                                                   kMaster ? r.master + i : nullptr);
   }
   for (; i < r.count; ++i) {
-    update<Scalar, kParam, kGrad, kMaster, kFromM>(s, param + i, grad + i, r.exp_avg + i,
+    update<Scalar, kParam, kGrad, kMaster, kRoots, kFromM>(s, param + i, grad + i, r.exp_avg + i,
                                                        r.exp_avg_sq + i,
                                                        kMaster ? r.master + i : nullptr);
   }
 }
 
-template <typename V, int kParam, int kGrad, bool kMaster>
+template <typename V, int kParam, int kGrad, bool kMaster, bool kRoots>
 void adamw(const AdamWScalars& s, const AdamWRange& r) {
   if (s.lerp_from_m) {
-    adamw_loop<V, kParam, kGrad, kMaster, true>(s, r);
+    adamw_loop<V, kParam, kGrad, kMaster, kRoots, true>(s, r);
   } else {
-    adamw_loop<V, kParam, kGrad, kMaster, false>(s, r);
+    adamw_loop<V, kParam, kGrad, kMaster, kRoots, false>(s, r);
   }
 }
 
@@ -152,21 +153,23 @@ std::uint32_t read_through(const void* bytes, std::size_t count) {
   return largest<V>(V::andi(seen, V::set1i(kMagnitude))) ^ rest;
 }
 
+#define TS_ADAMW(param, grad)                                                              \
+  {                                                                                        \
+    {adamw<V, param, grad, false, false>, adamw<V, param, grad, false, true>},             \
+    {adamw<V, param, grad, true, false>, adamw<V, param, grad, true, true>},               \
+  }
+
 template <typename V>
 KernelTable make_table() {
   return {{
-              {{adamw<V, 0, 0, false>, adamw<V, 0, 0, true>},
-               {adamw<V, 0, 1, false>, adamw<V, 0, 1, true>},
-               {adamw<V, 0, 2, false>, adamw<V, 0, 2, true>}},
-              {{adamw<V, 1, 0, false>, adamw<V, 1, 0, true>},
-               {adamw<V, 1, 1, false>, adamw<V, 1, 1, true>},
-               {adamw<V, 1, 2, false>, adamw<V, 1, 2, true>}},
-              {{adamw<V, 2, 0, false>, adamw<V, 2, 0, true>},
-               {adamw<V, 2, 1, false>, adamw<V, 2, 1, true>},
-               {adamw<V, 2, 2, false>, adamw<V, 2, 2, true>}},
+              {TS_ADAMW(0, 0), TS_ADAMW(0, 1), TS_ADAMW(0, 2)},
+              {TS_ADAMW(1, 0), TS_ADAMW(1, 1), TS_ADAMW(1, 2)},
+              {TS_ADAMW(2, 0), TS_ADAMW(2, 1), TS_ADAMW(2, 2)},
           },
           {grad_stats<V, 0>, grad_stats<V, 1>, grad_stats<V, 2>},
           {bf16_moments<V>(), int8_moments<V>()},
           rewrite<V>,
           read_through<V>};
 }
+
+#undef TS_ADAMW

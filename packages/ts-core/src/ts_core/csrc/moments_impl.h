@@ -25,6 +25,9 @@ constexpr int kDropped = 23 - kFraction;  // bits of an fp32 fraction that are r
 constexpr std::uint32_t kDroppedMask = (1u << kDropped) - 1;
 constexpr std::uint32_t kInfinity = 0x7f800000u;
 constexpr std::uint32_t kMagnitude = 0x7fffffffu;
+constexpr std::uint32_t kLargest = kInfinity - (1u << kDropped);  // of exp_avg
+// Of the roots: below 2^64, so that the square is finite.
+constexpr std::uint32_t kLargestRoot = ((64u + 127u) << 23) - (1u << kDropped);
 
 inline std::uint64_t mix64(std::uint64_t x) {  // the finalizer of SplitMix64 (Steele et al., 2014)
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -32,23 +35,30 @@ inline std::uint64_t mix64(std::uint64_t x) {  // the finalizer of SplitMix64 (S
   return x ^ (x >> 31);
 }
 
-// 32 random bits per element of one block, a function of (key, block, element) alone. The low half
-// rounds a bf16 exp_avg, the high half a bf16 exp_avg_sq, the high 19 bits an 8-bit exp_avg_sq.
+// 32 random bits for each element of one block in turn, a function of (key, block, element) alone.
+// The low half rounds a bf16 exp_avg, the high half a bf16 exp_avg_sq, the high 19 bits an 8-bit
+// exp_avg_sq.
 template <typename V>
-struct RandomWords {
-  typename V::Int low, high;
+class RandomWords {
+ public:
   RandomWords(std::uint64_t key, std::uint64_t block) {
     const std::uint64_t mixed = mix64(key + block * 0x9e3779b97f4a7c15u);
-    low = V::set1i(static_cast<std::uint32_t>(mixed));
-    high = V::set1i(static_cast<std::uint32_t>(mixed >> 32));
+    low_ = V::set1i(static_cast<std::uint32_t>(mixed));
+    high_ = V::set1i(static_cast<std::uint32_t>(mixed >> 32));
+    counter_ = V::muli(V::iota(), V::set1i(kOdd));
   }
-  typename V::Int at(std::uint32_t element) const {
-    const auto lane = V::addi(V::iota(), V::set1i(element));
-    auto x = V::xori(V::muli(lane, V::set1i(0x9e3779b1u)), low);
-    x = V::addi(V::muli(V::xori(x, V::template shr<16>(x)), V::set1i(0x7feb352du)), high);
+
+  typename V::Int next() {
+    auto x = V::xori(counter_, low_);
+    counter_ = V::addi(counter_, V::set1i(V::kWidth * kOdd));
+    x = V::addi(V::muli(V::xori(x, V::template shr<16>(x)), V::set1i(0x7feb352du)), high_);
     x = V::muli(V::xori(x, V::template shr<15>(x)), V::set1i(0x846ca68bu));
     return V::xori(x, V::template shr<16>(x));
   }
+
+ private:
+  static constexpr std::uint32_t kOdd = 0x9e3779b1u;
+  typename V::Int low_, high_, counter_;
 };
 
 template <typename V>
@@ -60,52 +70,73 @@ inline std::uint32_t largest(typename V::Int lanes) {
   return most;
 }
 
+template <typename V>
+inline std::uint32_t largest_finite(const float* values) {
+  auto most = V::set1i(0);
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    const auto x = V::andi(V::bits(V::load32(values + i)), V::set1i(kMagnitude));
+    most = V::maxi(most, V::keep(V::greater(V::set1i(kInfinity), x), x));
+  }
+  return largest<V>(most);
+}
+
 inline float power_of_two(int exponent) {
   return float_of(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-// The fp32 bits of |x| rounded stochastically (`random` in the dropped bits) or to nearest even.
+// The fp32 bits of |x| rounded to nearest even.
 template <typename V>
-inline typename V::Int round_to_nearest(typename V::Int x) {
+inline typename V::Int round_to_nearest(typename V::Int x) {  // with rubbish in the dropped bits
   const auto odd = V::andi(V::template shr<kDropped>(x), V::set1i(1));
-  const auto half = V::addi(V::set1i(kDroppedMask >> 1), odd);
-  return V::andi(V::addi(x, half), V::set1i(~kDroppedMask));
+  return V::addi(x, V::addi(V::set1i(kDroppedMask >> 1), odd));
+}
+
+// kCareful: some value is infinite, NaN, or so large that it may round up to infinity. `peak` holds
+// the bits of the largest finite magnitude.
+template <typename V, bool kCareful>
+void encode_exp_avg_codes(const float* from, std::uint8_t* codes, float* scale,
+                          std::uint32_t peak) {
+  constexpr int kTop = 7;  // the largest exponent field
+  const std::uint32_t rounded_peak = round_to_nearest<Scalar>(peak);
+  int exponent = static_cast<int>((rounded_peak < kLargest ? rounded_peak : kLargest) >> 23) - 127;
+  if (exponent < kExpAvgLeastExponent) exponent = kExpAvgLeastExponent;
+  const auto offset = V::set1i(static_cast<std::uint32_t>(exponent + 127 - kTop) << kFraction);
+  const float inverse_step = power_of_two(kTop - 1 + kFraction - exponent);
+  // 0 where all round to zero, as in a block that was never written.
+  *scale = float_of(peak) * inverse_step > 0.5f ? power_of_two(exponent) : 0.0f;
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    const auto all = V::bits(V::load32(from + i));
+    const auto x = V::andi(all, V::set1i(kMagnitude));
+    auto rounded = round_to_nearest<V>(x);
+    if constexpr (kCareful) rounded = V::mini(rounded, V::set1i(kLargest));
+    const auto normal = V::subi(V::template shr<kDropped>(rounded), offset);
+    // Adding 2^23 leaves whole numbers; the addition rounds to nearest even.
+    const auto shifted = V::add(V::mul(V::from_bits(x), V::set1(inverse_step)),
+                                V::set1(8388608.0f));
+    const auto small = V::subi(V::bits(shifted), V::set1i(0x4b000000u));
+    auto code = V::select(V::greater(normal, V::set1i((1u << kFraction) - 1)), normal, small);
+    // A negative zero would be the code of a NaN.
+    const auto sign = V::andi(V::template shr<24>(all), V::set1i(0x80));
+    code = V::ori(code, V::keep(V::greater(code, V::set1i(0)), sign));
+    if constexpr (kCareful) {
+      code = V::select(V::greater(V::set1i(kInfinity), x), code, V::set1i(0x80));
+    }
+    V::store_u8(codes + i, code);
+  }
 }
 
 template <typename V>
 void encode_exp_avg_block(const float* from, std::uint8_t* codes, float* scale) {
-  constexpr int kTop = 7;  // the largest exponent field
-  constexpr std::uint32_t kLargest = kInfinity - (1u << kDropped);
   auto most = V::set1i(0);
   for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-    const auto x = V::andi(V::bits(V::load32(from + i)), V::set1i(kMagnitude));
-    const auto rounded = V::mini(round_to_nearest<V>(x), V::set1i(kLargest));
-    const auto finite = V::greater(V::set1i(kInfinity), x);
-    most = V::maxi(most, V::select(finite, rounded, V::set1i(0)));
+    most = V::maxi(most, V::andi(V::bits(V::load32(from + i)), V::set1i(kMagnitude)));
   }
-  int exponent = static_cast<int>(largest<V>(most) >> 23) - 127;
-  if (exponent < kExpAvgLeastExponent) exponent = kExpAvgLeastExponent;
-  const auto offset =
-      V::set1i(static_cast<std::uint32_t>(exponent + 127 - kTop) << kFraction);
-  const auto inverse_step = V::set1(power_of_two(kTop - 1 + kFraction - exponent));
-  most = V::set1i(0);
-  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-    const auto all = V::bits(V::load32(from + i));
-    const auto x = V::andi(all, V::set1i(kMagnitude));
-    const auto rounded = V::mini(round_to_nearest<V>(x), V::set1i(kLargest));
-    const auto normal = V::subi(V::template shr<kDropped>(rounded), offset);
-    // Adding 2^23 leaves whole numbers; the addition rounds to nearest even.
-    const auto shifted = V::add(V::mul(V::from_bits(x), inverse_step), V::set1(8388608.0f));
-    const auto small = V::subi(V::bits(shifted), V::set1i(0x4b000000u));
-    auto code = V::select(V::greater(normal, V::set1i((1u << kFraction) - 1)), normal, small);
-    const auto finite = V::greater(V::set1i(kInfinity), x);
-    code = V::select(finite, code, V::set1i(0));
-    most = V::maxi(most, code);
-    const auto sign = V::andi(V::template shr<24>(all), V::set1i(0x80));
-    code = V::select(V::greater(code, V::set1i(0)), V::ori(code, sign), V::set1i(0));
-    V::store_u8(codes + i, V::select(finite, code, V::set1i(0x80)));
+  const std::uint32_t peak = largest<V>(most);
+  if (peak <= kLargest) {
+    encode_exp_avg_codes<V, false>(from, codes, scale, peak);
+  } else {
+    encode_exp_avg_codes<V, true>(from, codes, scale, largest_finite<V>(from));
   }
-  *scale = largest<V>(most) == 0 ? 0.0f : power_of_two(exponent);  // 0 where all rounded to zero
 }
 
 template <typename V>
@@ -125,50 +156,67 @@ void decode_exp_avg_block(const std::uint8_t* codes, float scale, float* to) {
   }
 }
 
-template <typename V>
-void encode_exp_avg_sq_block(const float* from, std::uint8_t* codes, float* scale,
-                             std::uint64_t key, std::uint64_t block) {
+// kCareful: some root is infinite or NaN, or so near a power of two from below that it may round up
+// to it. Then the exponent follows from all rounded values; else from `peak`, the largest root.
+template <typename V, bool kCareful>
+void encode_roots(const std::uint32_t* roots, std::uint8_t* codes, float* scale, std::uint32_t peak,
+                  std::uint64_t key, std::uint64_t block) {
   constexpr int kTop = 15;
   constexpr std::uint32_t kReserved = 0xff;
-  // Below 2^64, so that the square is finite.
-  constexpr std::uint32_t kLargest = ((64u + 127u) << 23) - (1u << kDropped);
-  const RandomWords<V> random(key, block);
-  std::uint32_t roots[kMomentBlock];
-  std::uint32_t words[kMomentBlock];
-  auto most = V::set1i(0);
-  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-    const auto x = V::andi(V::bits(V::sqrt(V::load32(from + i))), V::set1i(kMagnitude));
-    const auto word = V::template shr<32 - kDropped>(random.at(static_cast<std::uint32_t>(i)));
-    V::store_u32(roots + i, x);
-    V::store_u32(words + i, word);
-    const auto rounded = V::mini(V::andi(V::addi(x, word), V::set1i(~kDroppedMask)),
-                                 V::set1i(kLargest));
-    const auto finite = V::greater(V::set1i(kInfinity), x);
-    most = V::maxi(most, V::select(finite, rounded, V::set1i(0)));
-  }
-  const std::uint32_t peak = largest<V>(most);
   int exponent = static_cast<int>(peak >> 23) - 127;
-  if ((peak >> kDropped & 0xf) == 0xf) ++exponent;  // its code would be the reserved one
+  if constexpr (kCareful) {
+    RandomWords<V> random(key, block);
+    auto most = V::set1i(0);
+    for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+      const auto x = V::load_u32(roots + i);
+      const auto word = V::template shr<32 - kDropped>(random.next());
+      const auto rounded = V::mini(V::addi(x, word), V::set1i(kLargestRoot));
+      most = V::maxi(most, V::keep(V::greater(V::set1i(kInfinity), x), rounded));
+    }
+    peak = largest<V>(most) & ~kDroppedMask;
+    exponent = static_cast<int>(peak >> 23) - 127;
+    if ((peak >> kDropped & 0xf) == 0xf) ++exponent;  // its code would be the reserved one
+  }
   if (exponent < kExpAvgSqLeastExponent) exponent = kExpAvgSqLeastExponent;
-  const bool any = peak != 0;
-  *scale = any ? power_of_two(exponent) : 0.0f;
-  const auto offset =
-      V::set1i(static_cast<std::uint32_t>(exponent + 127 - kTop) << kFraction);
+  *scale = peak != 0 ? power_of_two(exponent) : 0.0f;
+  const auto offset = V::set1i(static_cast<std::uint32_t>(exponent + 127 - kTop) << kFraction);
   const auto inverse_step = V::set1(power_of_two(kTop - 1 + kFraction - exponent));
   const auto unit = V::set1(power_of_two(-kDropped));
+  RandomWords<V> random(key, block);
   for (int i = 0; i < kMomentBlock; i += V::kWidth) {
     const auto x = V::load_u32(roots + i);
-    const auto word = V::load_u32(words + i);
-    const auto rounded = V::mini(V::andi(V::addi(x, word), V::set1i(~kDroppedMask)),
-                                 V::set1i(kLargest));
+    const auto word = V::template shr<32 - kDropped>(random.next());
+    auto rounded = V::addi(x, word);
+    if constexpr (kCareful) rounded = V::mini(rounded, V::set1i(kLargestRoot));
     const auto normal = V::subi(V::template shr<kDropped>(rounded), offset);
     // The sum of a whole number below 16 and 19 bits below 1 is exact, so it stays where it is.
     const auto sum = V::add(V::mul(V::from_bits(x), inverse_step), V::mul(V::to_float(word), unit));
-    auto small = V::truncate(sum);
-    small = V::select(V::greater(x, V::set1i(0)), V::maxi(small, V::set1i(1)), small);
+    const auto small = V::maxi(V::truncate(sum), V::mini(x, V::set1i(1)));
     auto code = V::select(V::greater(normal, V::set1i((1u << kFraction) - 1)), normal, small);
-    const auto finite = V::greater(V::set1i(kInfinity), x);
-    V::store_u8(codes + i, V::select(finite, code, V::set1i(kReserved)));
+    if constexpr (kCareful) {
+      code = V::select(V::greater(V::set1i(kInfinity), x), code, V::set1i(kReserved));
+    }
+    V::store_u8(codes + i, code);
+  }
+}
+
+// kRoots: `from` holds square roots already.
+template <typename V, bool kRoots>
+void encode_exp_avg_sq_block(const float* from, std::uint8_t* codes, float* scale,
+                             std::uint64_t key, std::uint64_t block) {
+  std::uint32_t roots[kMomentBlock];
+  auto most = V::set1i(0);
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    const auto value = V::load32(from + i);
+    const auto x = V::andi(V::bits(kRoots ? value : V::sqrt(value)), V::set1i(kMagnitude));
+    V::store_u32(roots + i, x);
+    most = V::maxi(most, x);
+  }
+  const std::uint32_t peak = largest<V>(most);
+  if (peak < kInfinity && (peak >> kDropped & 0xf) < 0xe) {
+    encode_roots<V, false>(roots, codes, scale, peak, key, block);
+  } else {
+    encode_roots<V, true>(roots, codes, scale, peak, key, block);
   }
 }
 
@@ -189,23 +237,36 @@ void decode_exp_avg_sq_block(const std::uint8_t* codes, float scale, float* to) 
   }
 }
 
+// kCareful: some value is infinite, NaN, or so large that it may round up to infinity.
+template <typename V, bool kSquare, bool kCareful>
+std::uint32_t encode_bf16_codes(const float* from, std::uint16_t* to, std::uint64_t key,
+                                std::uint64_t block) {
+  RandomWords<V> random(key, block);
+  auto most = V::set1i(0);
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    const auto all = V::bits(V::load32(from + i));
+    const auto words = random.next();
+    const auto word = kSquare ? V::template shr<16>(words) : V::andi(words, V::set1i(0xffff));
+    const auto x = V::andi(all, V::set1i(kMagnitude));
+    most = V::maxi(most, x);
+    auto code = V::template shr<16>(V::addi(all, word));
+    if constexpr (kCareful) {
+      const auto rounded = V::mini(V::template shr<16>(V::addi(x, word)), V::set1i(0x7f7f));
+      const auto finite = V::greater(V::set1i(kInfinity), x);
+      code = V::ori(V::select(finite, rounded, V::set1i(kInfinity >> 16)),
+                    V::andi(V::template shr<16>(all), V::set1i(0x8000)));
+      code = V::select(V::greater(x, V::set1i(kInfinity)), V::set1i(0x7fc0), code);
+    }
+    V::store_u16(to + i, code);
+  }
+  return largest<V>(most);
+}
+
 template <typename V, bool kSquare>
 void encode_bf16_block(const float* from, std::uint16_t* to, std::uint64_t key,
                        std::uint64_t block) {
-  const RandomWords<V> random(key, block);
-  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-    const auto all = V::bits(V::load32(from + i));
-    const auto x = V::andi(all, V::set1i(kMagnitude));
-    const auto words = random.at(static_cast<std::uint32_t>(i));
-    const auto word = kSquare ? V::template shr<16>(words) : V::andi(words, V::set1i(0xffff));
-    const auto rounded = V::mini(V::template shr<16>(V::addi(x, word)), V::set1i(0x7f7f));
-    const auto finite = V::greater(V::set1i(kInfinity), x);
-    const auto other = V::template shr<16>(V::set1i(kInfinity));
-    auto code = V::ori(V::select(finite, rounded, other),
-                       V::andi(V::template shr<16>(all), V::set1i(0x8000)));
-    code = V::select(V::greater(x, V::set1i(kInfinity)), V::set1i(0x7fc0), code);
-    V::store_u16(to + i, code);
-  }
+  const std::uint32_t peak = encode_bf16_codes<V, kSquare, false>(from, to, key, block);
+  if (peak > 0x7f7f0000u) encode_bf16_codes<V, kSquare, true>(from, to, key, block);
 }
 
 template <typename V>
@@ -238,7 +299,7 @@ void decode_int8(const void* codes, const float* scales, float* to, std::size_t 
   }
 }
 
-template <typename V, bool kSquare>
+template <typename V, bool kSquare, bool kRoots = false>
 void encode_int8(const float* from, void* codes, float* scales, std::size_t count,
                  std::uint64_t key, std::uint64_t block) {
   auto* to = static_cast<std::uint8_t*>(codes);
@@ -256,7 +317,7 @@ void encode_int8(const float* from, void* codes, float* scales, std::size_t coun
     }
     float scale;
     if constexpr (kSquare) {
-      encode_exp_avg_sq_block<V>(source, target, &scale, key, block);
+      encode_exp_avg_sq_block<V, kRoots>(source, target, &scale, key, block);
     } else {
       encode_exp_avg_block<V>(source, target, &scale);
     }
@@ -293,11 +354,13 @@ void encode_bf16(const float* from, void* values, float*, std::size_t count, std
 
 template <typename V>
 MomentKernels bf16_moments() {
-  return {{decode_bf16<V>, decode_bf16<V>}, {encode_bf16<V, false>, encode_bf16<V, true>}};
+  return {{decode_bf16<V>, decode_bf16<V>}, {encode_bf16<V, false>, encode_bf16<V, true>},
+          nullptr};
 }
 
 template <typename V>
 MomentKernels int8_moments() {
   return {{decode_int8<V, false>, decode_int8<V, true>},
-          {encode_int8<V, false>, encode_int8<V, true>}};
+          {encode_int8<V, false>, encode_int8<V, true>},
+          encode_int8<V, true, true>};
 }

@@ -72,6 +72,7 @@ struct Avx2 {
   static __m256i select(__m256i where, __m256i a, __m256i b) {
     return _mm256_blendv_epi8(b, a, where);
   }
+  static __m256i keep(__m256i where, __m256i a) { return _mm256_and_si256(where, a); }
   static __m256i maxi(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
   static __m256i mini(__m256i a, __m256i b) { return _mm256_min_epi32(a, b); }
   static __m256 to_float(__m256i a) { return _mm256_cvtepi32_ps(a); }

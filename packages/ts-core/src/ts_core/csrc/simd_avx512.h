@@ -72,6 +72,7 @@ struct Avx512 {
   static __m512i select(__mmask16 where, __m512i a, __m512i b) {
     return _mm512_mask_mov_epi32(b, where, a);
   }
+  static __m512i keep(__mmask16 where, __m512i a) { return _mm512_maskz_mov_epi32(where, a); }
   static __m512i maxi(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
   static __m512i mini(__m512i a, __m512i b) { return _mm512_min_epi32(a, b); }
   static __m512 to_float(__m512i a) { return _mm512_cvtepi32_ps(a); }

@@ -69,6 +69,7 @@ struct Neon {
   static uint32x4_t select(uint32x4_t where, uint32x4_t a, uint32x4_t b) {
     return vbslq_u32(where, a, b);
   }
+  static uint32x4_t keep(uint32x4_t where, uint32x4_t a) { return vandq_u32(where, a); }
   static uint32x4_t maxi(uint32x4_t a, uint32x4_t b) {
     return vreinterpretq_u32_s32(vmaxq_s32(s(a), s(b)));
   }

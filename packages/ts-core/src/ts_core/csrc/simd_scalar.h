@@ -45,6 +45,7 @@ struct Scalar {
   static std::uint32_t select(bool where, std::uint32_t a, std::uint32_t b) {
     return where ? a : b;
   }
+  static std::uint32_t keep(bool where, std::uint32_t a) { return where ? a : 0; }
   static std::uint32_t maxi(std::uint32_t a, std::uint32_t b) { return s(a) > s(b) ? a : b; }
   static std::uint32_t mini(std::uint32_t a, std::uint32_t b) { return s(a) < s(b) ? a : b; }
   static float to_float(std::uint32_t a) { return static_cast<float>(s(a)); }
