@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -310,8 +312,22 @@ def test_gpu_equals_concatenation(resident_layers: int, delays: int | None) -> N
     cache.close()
 
 
+@pytest.fixture
+def no_host_waits() -> Iterator[Callable[[], None]]:
+    """Call it, and operations that make the host wait for the GPU raise until the test ends."""
+
+    def begin() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch calls the mode a prototype
+            torch.cuda.set_sync_debug_mode("error")
+
+    yield begin
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
-def test_gpu_decoding_does_not_wait_for_the_device() -> None:
+def test_gpu_decoding_does_not_wait_for_the_device(no_host_waits: Callable[[], None]) -> None:
     """With the device kept busy, steps return at once: nothing synchronizes the host."""
     cache = PagedKVCache(4, 256, resident_layers=0, page_tokens=16)
     mirror = Mirror(cache, "cuda")
@@ -319,16 +335,10 @@ def test_gpu_decoding_does_not_wait_for_the_device() -> None:
     new = [pair(1, device="cuda") for _ in range(4)]
     torch.cuda.synchronize()
     allocated = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(int(2e9))
-        for _ in range(20):
-            for layer in range(4):
-                cache.update(layer, *new[layer])
-        busy = not torch.cuda.current_stream().query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert busy
+    no_host_waits()
+    torch.cuda._sleep(int(2e9))
+    for _ in range(20):
+        for layer in range(4):
+            cache.update(layer, *new[layer])
+    assert not torch.cuda.current_stream().query()
     assert torch.cuda.memory_allocated() == allocated
-    torch.cuda.synchronize()
-    cache.close()
