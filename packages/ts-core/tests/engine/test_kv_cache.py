@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -310,20 +309,6 @@ def test_gpu_equals_concatenation(resident_layers: int, delays: int | None) -> N
     assert mirror.equal
     assert cache.memory()["pinned"]
     cache.close()
-
-
-@pytest.fixture
-def no_host_waits() -> Iterator[Callable[[], None]]:
-    """Call it, and operations that make the host wait for the GPU raise until the test ends."""
-
-    def begin() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-
-    yield begin
-    if torch.cuda.is_available():
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

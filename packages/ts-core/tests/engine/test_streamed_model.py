@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -470,6 +471,22 @@ def test_gpu_training_equals_resident(prefetch_ahead: int, autocast: bool) -> No
         assert all(p.device.type == "cpu" for p in model.parameters())
         assert all(p.grad is None or p.grad.device.type == "cpu" for p in model.parameters())
     assert same(expected, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_gpu_forward_does_not_wait_for_the_device(
+    training: bool, no_host_waits: Callable[[], None]
+) -> None:
+    model = StreamedModel([Normal() for _ in range(6)], "cuda").train(training)
+    x = torch.randn(2, 3, WIDTH, device="cuda")
+    model(x, None)
+    torch.cuda.synchronize()
+    no_host_waits()
+    torch.cuda._sleep(int(2e9))
+    for _ in range(3):
+        model(x, None)
+    assert not torch.cuda.current_stream().query()
 
 
 @pytest.mark.gpu
