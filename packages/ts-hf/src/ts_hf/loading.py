@@ -12,6 +12,7 @@ import torch
 from ts_core.config import WrapOptions
 from ts_core.engine.quantize_options import quantize_options
 from ts_core.errors import NotAvailableError, OptionError
+from ts_core.store.leaves import is_wrapper
 from ts_hf.budget import check_stored, choose_codec
 from ts_hf.checkpoints.keymap import Target, check_shape, plan_targets
 from ts_hf.checkpoints.locate import open_checkpoint, resolve_folder
@@ -147,10 +148,13 @@ def _fill_from(
     filler = Filler(model, encode, report, frozen=report.stored_as is not None)
     wanted = model.state_dict()
     trimmer = HeapTrimmer()
+    apart: set[str] = set()  # stored weights whose codes could not be joined
 
     def read(target: Target) -> set[str]:
         if is_stored(target):
             made = read_stored(target, model, plan, expand=expand)
+            if not expand and expanded_because(target) is None:
+                apart.update(name for name, value in made.items() if not is_wrapper(value))
         else:
             made = target.read(model)
         names = set(made)
@@ -161,6 +165,11 @@ def _fill_from(
         return names
 
     names_of = [read(target) for target in targets]
+    if apart:
+        report.events.append(
+            f"{len(apart)} stored weights are decoded to full precision: their scales cannot be "
+            f"joined as the model joins the weights (the first: {min(apart)!r})"
+        )
     if encode is not None:
         filler.only = set(encode.improved())
         for target, names in zip(targets, names_of, strict=True):

@@ -193,7 +193,8 @@ def _join(target: Target, model: nn.Module, plan: Any) -> dict[str, Tensor] | No
     if any(part.codec != first.codec or part.layout != first.layout for part in parts):
         return None
     rows = int(first.layout.get("rows", 1))
-    if any(entry.shape[-2] % rows for entry in weights):
+    steps = {type(step).__name__ for step in target.converter.operations}
+    if "Concatenate" in steps and any(entry.shape[-2] % rows for entry in weights):
         return None  # a tile would reach over the seam
     joined: dict[str, dict[str, Tensor]] = {}
     for name, buffer in first.buffers.items():
