@@ -100,6 +100,27 @@ def test_prefill_in_chunks(tiny_model: Callable[..., Any]) -> None:
     assert same(generate(model, inputs, cache, prefill_chunk_size=5), expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"repetition_penalty": 1.3},
+    ],
+)
+def test_other_ways_to_generate(options: dict[str, Any], tiny_model: Callable[..., Any]) -> None:
+    """Prompt lookup writes guesses and crops the cache back."""
+    model = tiny_model("llama").eval()
+    inputs = prompt(1, 20)
+    inputs["input_ids"] %= 7
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **options}
+    found = []
+    for cache in (None, ts_hf.TrainStreamCache(model, 64, **PAGING)):
+        torch.manual_seed(3)
+        found.append(model.generate(**inputs, past_key_values=cache, **options))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_with_paged_weights(
     quantize: str, tiny_model: Callable[..., Any], lora: Callable[..., Any]

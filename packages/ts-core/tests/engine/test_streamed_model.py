@@ -473,6 +473,32 @@ def test_gpu_training_equals_resident(prefetch_ahead: int, autocast: bool) -> No
     assert same(expected, found)
 
 
+def test_moving_keeps_what_was_learned() -> None:
+    model = StreamedModel([Normal(0.0), Normal(0.0)], "host")
+    x = torch.randn(2, 3, WIDTH)
+    model(x, None).sum().backward()
+    gradient = model.blocks[0].inner.up.weight.grad.clone()
+    expected = model.eval()(x, None)
+    assert model.cpu() is model and model.device == torch.device("cpu")
+    assert torch.equal(model(x, None), expected)
+    assert torch.equal(model.blocks[0].inner.up.weight.grad, gradient)
+    assert {p.dtype for p in model.bfloat16().parameters()} == {torch.bfloat16}
+    assert torch.equal(model.blocks[0].inner.up.weight.grad, gradient.bfloat16())
+    assert model(x.bfloat16(), None).dtype == torch.bfloat16
+    model.close()
+
+
+@pytest.mark.gpu
+def test_gpu_moving() -> None:
+    model = StreamedModel([Normal(0.0), Normal(0.0)], "host").eval()
+    x = torch.randn(2, 3, WIDTH)
+    expected = model(x, None)
+    result = model.cuda()(x, None)
+    assert result.device.type == "cuda"
+    torch.testing.assert_close(result.cpu(), expected)
+    assert torch.equal(model.cpu()(x, None), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
 def test_gpu_forward_does_not_wait_for_the_device(
