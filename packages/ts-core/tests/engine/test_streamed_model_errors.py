@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from ts_core import StreamedModel
+from ts_core.engine.streamed_state import BlockState
 from ts_core.errors import DataError, OptionError, OutOfBudgetError, StateError
+from ts_core.memory.arena import default_arena
 
 WIDTH = 4
 
@@ -173,6 +175,25 @@ def test_state_that_cannot_stream() -> None:
     sparse.register_buffer("table", torch.eye(3).to_sparse())
     with pytest.raises(DataError, match=r"table of block 0 has layout torch\.sparse_coo"):
         StreamedModel([sparse], "host")
+
+
+def test_memory_that_cannot_be_page_locked_is_refused() -> None:
+    class Refuses:
+        """An arena that hands out plain memory, as beyond a page-lock limit."""
+
+        refusal = "page-locking 80 bytes was refused; ulimit -l is 64 KiB"
+        fallbacks = 0
+
+        def empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.fallbacks += 1
+            return default_arena().empty(*args, **kwargs)
+
+        def stats(self) -> dict[str, int]:
+            return {"arena_fallbacks": self.fallbacks}
+
+    BlockState(0, nn.Linear(2, 2), None, Refuses(), pinned=False)
+    with pytest.raises(OutOfBudgetError, match="block 3 needs .* page-locked .* ulimit -l is 64"):
+        BlockState(3, nn.Linear(2, 2), None, Refuses(), pinned=True)
 
 
 def test_aliased_storage() -> None:
