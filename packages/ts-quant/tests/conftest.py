@@ -11,24 +11,24 @@ from torch import Tensor
 import ts_quant
 
 
-@pytest.fixture(params=["nf4", "int8"])
+@pytest.fixture(params=["nf4", "int8", "fp8", "nvfp4", "mxfp4"])
 def codec(request: pytest.FixtureRequest) -> str:
-    """Every format of this version."""
+    """Every format."""
     name: str = request.param
     return name
 
 
 @pytest.fixture
 def frozen() -> Callable[..., torch.nn.Linear]:
-    """Makes an nn.Linear whose weight is quantized."""
+    """Makes an nn.Linear whose weight is quantized, and decoded for every product."""
 
     def make(
         n_in: int, n_out: int, codec: str, *, bias: bool = True, dtype: torch.dtype = torch.float32
     ) -> torch.nn.Linear:
         linear = torch.nn.Linear(n_in, n_out, bias=bias, dtype=dtype)
-        linear.weight = torch.nn.Parameter(
-            ts_quant.quantize(linear.weight, codec), requires_grad=False
-        )
+        q = ts_quant.quantize(linear.weight, codec)
+        ts_quant.configure_matmul(q, tensor_cores=False)
+        linear.weight = torch.nn.Parameter(q, requires_grad=False)
         return linear
 
     return make

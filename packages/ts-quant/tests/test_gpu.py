@@ -271,6 +271,7 @@ def test_decode_in_a_cuda_graph(codec: str) -> None:
 
 def test_linear_forward_and_backward_in_a_cuda_graph(codec: str) -> None:
     q = ts_quant.quantize(torch.randn(256, 320, device="cuda").bfloat16(), codec)
+    ts_quant.configure_matmul(q, tensor_cores=False)
     x = torch.randn(8, 320, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
 
