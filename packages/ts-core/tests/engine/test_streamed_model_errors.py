@@ -192,7 +192,7 @@ def test_memory_that_cannot_be_page_locked_is_refused() -> None:
             return {"arena_fallbacks": self.fallbacks}
 
     BlockState(0, nn.Linear(2, 2), None, Refuses(), pinned=False)
-    with pytest.raises(OutOfBudgetError, match="block 3 needs .* page-locked .* ulimit -l is 64"):
+    with pytest.raises(OutOfBudgetError, match=r"block 3 needs .* page-locked .* ulimit -l is 64"):
         BlockState(3, nn.Linear(2, 2), None, Refuses(), pinned=True)
 
 
