@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--context", type=int, default=65536 if cuda else 512)
     parser.add_argument("--layers", type=int, default=12 if cuda else 4)
-    parser.add_argument("--tokens", type=int, default=24 if cuda else 3)
+    parser.add_argument("--tokens", type=int, default=12 if cuda else 3)
     asked = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
     config = Qwen2Config(
