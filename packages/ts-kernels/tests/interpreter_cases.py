@@ -263,7 +263,7 @@ def test_opcheck_with_the_kernels_inside():
     targets = torch.randint(0, 31, (7,))
     torch.library.opcheck(
         torch.ops.ts_kernels.token_logprobs.default,
-        (*rows, targets, 3, -100, None, torch.float32),
+        (*rows, None, targets, 3, -100, None, torch.float32),
         test_utils=which,
     )
 

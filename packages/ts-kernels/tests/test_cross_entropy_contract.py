@@ -20,14 +20,15 @@ from ts_kernels.testing import random_head as make
 ROWS, CLASSES, WIDTH = 23, 211, 37
 
 
+@pytest.mark.parametrize("chunk_size", [7, 1024])
 @pytest.mark.parametrize("train", list(itertools.product([True, False], repeat=3)))
-def test_only_the_needed_gradients_are_computed(train, monkeypatch):
+def test_only_the_needed_gradients_are_computed(train, chunk_size, monkeypatch):
     hidden, weight, targets, bias = make()
     asked = []
 
     class Spy(DenseHead):
         def __init__(self, weight, bias, compute_dtype, wanted, *rest):
-            asked.append(tuple(wanted))
+            asked.append(tuple(wanted[:3]))
             super().__init__(weight, bias, compute_dtype, wanted, *rest)
 
     monkeypatch.setattr(_cross_entropy, "DenseHead", Spy)
@@ -35,14 +36,15 @@ def test_only_the_needed_gradients_are_computed(train, monkeypatch):
     inputs = [
         t.detach().requires_grad_(on) for t, on in zip((hidden, weight, bias), train, strict=True)
     ]
-    loss = ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
+    kw = {"chunk_size": chunk_size}
+    loss = ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2], **kw)
     assert loss.requires_grad == any(train)
     if any(train):
         loss.backward()
     assert [t.grad is not None for t in inputs] == list(train)
     nothing = (False, False, False)
-    head_is_trained = train[1] or train[2]
-    assert asked == ([nothing, train] if head_is_trained else [train])
+    computed_again = train[1] and chunk_size > ROWS
+    assert asked == ([nothing, train] if computed_again else [train])
     asked.clear()
     with torch.no_grad():
         ts_kernels.chunked_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
@@ -100,7 +102,7 @@ def test_no_tensor_as_large_as_the_logits():
     )
     with LargestTensor() as ours, torch.no_grad():  # the operator's inside, which modes see
         _cross_entropy._implementation(
-            hidden, weight, bias, targets, 8, -100, None, torch.bfloat16, True
+            hidden, weight, bias, None, targets, 8, -100, None, torch.bfloat16, [True] + 3 * [False]
         )
     assert ours.elements <= max(8 * classes, classes * width) < rows * classes
     with LargestTensor() as plain:
@@ -162,6 +164,9 @@ def test_second_derivatives_are_refused_by_name(quantized):
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"ts_kernels\.reference"):
         grad.sum().backward()
+    loss = ts_kernels.chunked_cross_entropy(hidden, weight, targets, bias, chunk_size=7)
+    with pytest.raises(NotImplementedError, match=r"reference\.chunked_cross_entropy"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("target", [CLASSES, -1, -101, 10**9])
@@ -205,10 +210,20 @@ def test_bad_arguments(change, message):
 
 def test_opcheck():
     hidden, weight, targets, bias = make(torch.bfloat16)
-    operator = torch.ops.ts_kernels.frozen_head_cross_entropy.default
-    for want_hidden, head_bias, softcap in ((True, None, 5.0), (False, bias.detach(), None)):
-        heads = (hidden.detach().requires_grad_(want_hidden), weight.detach(), head_bias)
-        rest = (targets, 7, -100, softcap, torch.bfloat16, want_hidden)
+    operator = torch.ops.ts_kernels.head_cross_entropy.default
+    lora_b = torch.randn(CLASSES, 3, dtype=torch.bfloat16)
+    for wanted, softcap in (
+        ((True, False, False, False), 5.0),
+        ((False, False, False, False), None),
+        ((True, True, True, True), None),
+    ):
+        width = WIDTH - 3 if wanted[3] else WIDTH
+        heads = [hidden, weight[:, :width], bias, lora_b if wanted[3] else None]
+        heads = [
+            None if t is None else t.detach().contiguous().requires_grad_(want)
+            for t, want in zip(heads, wanted, strict=True)
+        ]
+        rest = (targets, 7, -100, softcap, torch.bfloat16, list(wanted))
         torch.library.opcheck(operator, (*heads, *rest))
 
 

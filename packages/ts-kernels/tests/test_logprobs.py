@@ -140,10 +140,12 @@ def test_no_tensor_as_large_as_the_logits():
 
     hidden, weight, labels, bias = make(batch=4, time=16, classes=1009, width=16)
     rows, targets = hidden.detach().reshape(64, 16), labels.reshape(64)
-    arguments = (weight.detach(), bias.detach(), targets, 8, -100, None, torch.float32)
+    arguments = (weight.detach(), bias.detach(), None, targets, 8, -100, None, torch.float32)
     with LargestTensor() as seen:
         _logprobs._forward(rows, *arguments)
-        _logprobs._backward_implementation(torch.ones(64), rows, *arguments, True, True, True)
+        _logprobs._backward_implementation(
+            torch.ones(64), rows, *arguments, True, True, True, False
+        )
     assert seen.elements <= 1009 * 16 < 64 * 1009
 
 
@@ -173,13 +175,14 @@ def test_opcheck():
     rows, targets = hidden.detach().reshape(-1, WIDTH), labels.reshape(-1)
     rest = (targets, 7, -100, None, torch.bfloat16)
     torch.library.opcheck(
-        torch.ops.ts_kernels.token_logprobs.default, (rows.requires_grad_(), weight, bias, *rest)
+        torch.ops.ts_kernels.token_logprobs.default,
+        (rows.requires_grad_(), weight, bias, None, *rest),
     )
     heads = (rows.detach(), weight.detach(), bias.detach())
-    for wanted in ((True, True, True), (True, False, False)):
+    for wanted in ((True, True, True, False), (True, False, False, False)):
         torch.library.opcheck(
             torch.ops.ts_kernels.token_logprobs_backward.default,
-            (torch.randn(BATCH * TIME), *heads, *rest, *wanted),
+            (torch.randn(BATCH * TIME), *heads, None, *rest, *wanted),
         )
 
 

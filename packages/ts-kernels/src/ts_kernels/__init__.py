@@ -5,6 +5,7 @@ else the same functions run in PyTorch. Importing initializes no CUDA context an
 """
 
 from ts_kernels import reference
+from ts_kernels._adapted_head import LoraAdapter
 from ts_kernels._add_rms_norm import add_rms_norm
 from ts_kernels._cross_entropy import chunked_cross_entropy
 from ts_kernels._gated_mlp import gated_mlp
@@ -19,6 +20,7 @@ from ts_kernels.patching import PatchHandle, patch_blocks, patch_lora
 __version__ = "0.8.0"
 
 __all__ = [
+    "LoraAdapter",
     "PatchHandle",
     "__version__",
     "add_rms_norm",

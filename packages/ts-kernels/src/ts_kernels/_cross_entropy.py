@@ -1,12 +1,13 @@
 """Cross-entropy of an output layer without its logits: operators and the public function.
 
-With a frozen output layer (a LoRA fine-tune) hidden's gradient is computed in the forward pass,
-chunk by chunk, while the chunk's logits are there: two matmuls, where recomputing them in backward
-takes three. It is kept unscaled, N x D values, instead of hidden and the weight, to which nothing
-refers afterwards; backward multiplies it by the upstream gradient and rounds once.
+The gradients are computed in the forward pass, chunk by chunk, while the chunk's logits are there:
+computing the logits again in backward would take one matmul more. They are kept unscaled instead
+of hidden and the weight, to which nothing refers afterwards; backward multiplies them by the
+upstream gradient and rounds once.
 
-With a trained output layer the logits are computed again in backward (`_logprobs`): four matmuls
-instead of three, but no V x D gradient waits in memory, nor a scaled copy of it.
+If the weight is trained and all rows fit one chunk, the logits are computed again in backward
+(`_logprobs`): then a gradient as large as the weight is made once, in the weight's dtype, instead
+of waiting in float32 and being copied, which would take longer than the matmul.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ts_kernels._adapted_head import AdaptedHead, LoraAdapter, adapter_grad, beside, check_adapter
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, SubclassHead, Wanted, is_plain
+from ts_kernels._heads import DenseHead, Head, SubclassHead, Wanted, is_plain
 from ts_kernels._library import define_op
 from ts_kernels._logprobs import token_logprobs
 from ts_kernels._precision import compute_dtype, matmul_dtype, scaled, without_autocast
 from ts_kernels._targets import count_targets, divisor
 
 _SCHEMA = (
-    "frozen_head_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, "
-    "int chunk_size, int ignore_index, float? softcap, ScalarType compute_dtype, "
-    "bool want_hidden) -> (Tensor, Tensor)"
+    "head_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_b, "
+    "Tensor targets, int chunk_size, int ignore_index, float? softcap, ScalarType compute_dtype, "
+    "bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -35,77 +37,89 @@ def _implementation(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    lora_b: Tensor | None,
     targets: Tensor,
     chunk_size: int,
     ignore_index: int,
     softcap: float | None,
     compute_dtype: torch.dtype,
-    want_hidden: bool,
-) -> tuple[Tensor, Tensor]:
-    """(loss sum, its gradient by hidden or a size of 0)."""
-    wanted = Wanted(want_hidden, False, False)
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    """(loss sum, its gradients by hidden, weight, bias and lora_b, or a size of 0)."""
+    want = Wanted(*wanted)
     with without_autocast(hidden):
+        head: Head = DenseHead(weight, bias, compute_dtype, want)
+        if lora_b is not None:
+            head = AdaptedHead(head, lora_b, want.lora_b)
         rows = walk_chunks(
             hidden,
-            DenseHead(weight, bias, compute_dtype, wanted),
+            head,
             weight.shape[0],
             targets,
             Options(chunk_size, ignore_index, softcap),
-            wanted,
+            want,
             matmul_dtype(hidden, compute_dtype),
         )
-        gradient = hidden.new_empty(0) if rows.hidden_grad is None else rows.hidden_grad
-        return rows.losses.sum(), gradient
+        b_grad = adapter_grad(head, lora_b) if want.lora_b else None
+        grads = (rows.hidden_grad, head.weight_grad, head.bias_grad, b_grad)
+        return rows.losses.sum(), *(hidden.new_empty(0) if g is None else g for g in grads)
 
 
 def _fake(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    lora_b: Tensor | None,
     targets: Tensor,
     chunk_size: int,
     ignore_index: int,
     softcap: float | None,
     compute_dtype: torch.dtype,
-    want_hidden: bool,
-) -> tuple[Tensor, Tensor]:
-    loss_dtype = torch.promote_types(torch.float32, compute_dtype)
-    if not want_hidden:
-        return hidden.new_empty((), dtype=loss_dtype), hidden.new_empty(0)
-    return (
-        hidden.new_empty((), dtype=loss_dtype),
-        hidden.new_empty(hidden.shape, dtype=matmul_dtype(hidden, compute_dtype)),
-    )
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(torch.float32, compute_dtype)
+    grads = [hidden.new_empty(0) for _ in range(4)]
+    if wanted[0]:
+        grads[0] = hidden.new_empty(hidden.shape, dtype=matmul_dtype(hidden, compute_dtype))
+    if wanted[1]:
+        grads[1] = hidden.new_empty(weight.shape, dtype=wide)
+    if wanted[2]:
+        grads[2] = hidden.new_empty(weight.shape[:1], dtype=wide)
+    if wanted[3] and lora_b is not None:
+        grads[3] = hidden.new_empty(lora_b.shape, dtype=wide)
+    return hidden.new_empty((), dtype=wide), *grads
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, gradient = output
-    ctx.mark_non_differentiable(gradient)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(gradient)
-    ctx.hidden_dtype = inputs[0].dtype
-    ctx.wanted = inputs[8]
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = [None if t is None else t.dtype for t in inputs[:4]]
+    ctx.wanted = inputs[9]
 
 
-def _backward(ctx: Any, loss_grad: Tensor | None, unused: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, loss_grad: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
     _refuse_second_derivative()
-    nothing = (None,) * 8
-    if loss_grad is None or not any(ctx.needs_input_grad):
-        return (None, *nothing)
-    if not ctx.wanted or any(ctx.needs_input_grad[1:3]):
-        raise RuntimeError(
-            "ts_kernels::frozen_head_cross_entropy cannot give the gradient that is now needed. "
-            "Call ts_kernels.chunked_cross_entropy, which chooses the right operator."
-        )
-    (gradient,) = ctx.saved_tensors
-    return (scaled(gradient, loss_grad, ctx.hidden_dtype), *nothing)
+    if loss_grad is None:
+        return (None,) * 10
+    found: list[Tensor | None] = []
+    for gradient, dtype, wanted, needed in zip(
+        ctx.saved_tensors, ctx.dtypes, ctx.wanted, ctx.needs_input_grad[:4], strict=True
+    ):
+        if needed and not wanted:
+            raise RuntimeError(
+                "ts_kernels::head_cross_entropy cannot give the gradient that is now needed. "
+                "Call ts_kernels.chunked_cross_entropy, which asks for the right ones."
+            )
+        found.append(scaled(gradient, loss_grad, dtype) if needed else None)
+    return (*found, *(None,) * 6)
 
 
 define_op(_SCHEMA, _implementation, _fake, _backward, _setup_context)
 
 
-class _FrozenSubclassCrossEntropy(torch.autograd.Function):
-    """The same for a weight that is a tensor subclass; returns the loss sum."""
+class _SubclassCrossEntropy(torch.autograd.Function):
+    """The same for a frozen weight that is a tensor subclass; returns the loss sum."""
 
     @staticmethod
     def forward(
@@ -113,22 +127,31 @@ class _FrozenSubclassCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_b: Tensor | None,
         targets: Tensor,
         options: Options,
-        want_hidden: bool,
+        wanted: Wanted,
     ) -> Tensor:
-        wanted = Wanted(want_hidden, False, False)
-        head = SubclassHead(weight, bias, wanted)
+        head: Head = SubclassHead(weight, bias, Wanted(*wanted[:3]))
+        if lora_b is not None:
+            head = AdaptedHead(head, lora_b, wanted.lora_b)
         rows = walk_chunks(hidden, head, weight.shape[0], targets, options, wanted, hidden.dtype)
-        ctx.hidden_dtype = hidden.dtype
-        ctx.save_for_backward(rows.hidden_grad)
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, bias, lora_b)]
+        bias_grad = head.bias_grad
+        if wanted.bias and bias_grad is None and bias is not None:
+            bias_grad = torch.zeros_like(bias)
+        b_grad = adapter_grad(head, lora_b) if wanted.lora_b else None
+        ctx.save_for_backward(rows.hidden_grad, bias_grad, b_grad)
         return rows.losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        (gradient,) = ctx.saved_tensors
-        return (scaled(gradient, grads[0], ctx.hidden_dtype), *(None,) * 5)
+        hidden, bias, lora_b = (
+            None if gradient is None else scaled(gradient, grads[0], dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return hidden, None, bias, lora_b, None, None, None
 
 
 def _refuse_second_derivative() -> None:
@@ -146,21 +169,33 @@ def _refuse_second_derivative() -> None:
 
 
 def _loss_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: Options
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: Options,
+    lora: LoraAdapter | None,
 ) -> Tensor:
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets = targets.reshape(-1)
-    with_grad = torch.is_grad_enabled()
-    if with_grad and (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return -token_logprobs(rows, weight, bias, targets, options).sum()
-    want_hidden = with_grad and hidden.requires_grad
+    grad = torch.is_grad_enabled()
+    if grad and weight.requires_grad:
+        if rows.shape[0] <= options.chunk_size or not is_plain(weight):
+            return -token_logprobs(rows, weight, bias, targets, options, lora).sum()
+    lora_b = None
+    if lora is not None:
+        rows, lora_b = beside(rows, lora), lora.b
+    wanted = Wanted(
+        *(grad and t is not None and t.requires_grad for t in (rows, weight, bias, lora_b))
+    )
     if is_plain(weight):
-        total: Tensor = torch.ops.ts_kernels.frozen_head_cross_entropy(
-            rows, weight, bias, targets, *options, compute_dtype(hidden, weight), want_hidden
+        dtype = compute_dtype(rows, weight)
+        total: Tensor = torch.ops.ts_kernels.head_cross_entropy(
+            rows, weight, bias, lora_b, targets, *options, dtype, list(wanted)
         )[0]
         return total
-    apply: Any = _FrozenSubclassCrossEntropy.apply
-    total = apply(rows, weight, bias, targets, options, want_hidden)
+    apply: Any = _SubclassCrossEntropy.apply
+    total = apply(rows, weight, bias, lora_b, targets, options, wanted)
     return total
 
 
@@ -175,6 +210,7 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     logit_softcap: float | None = None,
+    lora: LoraAdapter | None = None,
 ) -> Tensor:
     """Cross-entropy of `hidden @ weight.T + bias` against `targets`, never building the logits.
 
@@ -184,10 +220,11 @@ def chunked_cross_entropy(
     the gradients of hidden, weight and bias to theirs (on the CPU, and with a weight that is a
     tensor subclass, a 16-bit hidden's is rounded once more).
 
-    With a frozen weight and bias the gradient is computed in the forward pass and only scaled in
-    backward: no gradient work for the weight, and nothing refers to it afterwards. With a trained
-    one the logits are computed again in backward. Either backward may run more than once. Runs on
-    the current stream.
+    The gradients are computed in the forward pass and only scaled in backward, and nothing refers
+    to the weight afterwards; what is frozen costs no gradient work. A trained weight's gradient is
+    summed in float32, [V, D], and waits for backward so. (If all rows fit one chunk and the weight
+    is trained, or a trained weight is a tensor subclass, the logits are computed again in backward
+    instead.) Either backward may run more than once. Runs on the current stream.
 
     Args:
         hidden: [..., D], float32, bfloat16, float16 or float64; any strides; may be empty.
@@ -203,6 +240,8 @@ def chunked_cross_entropy(
             element on any device. The loss of a window is then the sum of its parts' losses,
             however the rows are split.
         logit_softcap: None, or logits become cap * tanh(logits / cap) (Gemma).
+        lora: None, or a LoRA adapter on the output layer: `LoraAdapter(a, b, scaling)`, which adds
+            scaling * (hidden @ a.T) @ b.T to the logits. a [r, D] and b [V, r] receive gradients.
 
     Returns:
         0-d float32 loss (float64 for float64 inputs). With every target ignored it is 0 and so
@@ -212,8 +251,8 @@ def chunked_cross_entropy(
         ValueError: a shape, dtype, option or target is not acceptable. A target out of range on a
             CUDA device is caught there by a device assertion, without the host waiting; the error
             shows at the next synchronization.
-        NotImplementedError: the gradient is differentiated again, or (with a frozen weight)
-            backward runs with create_graph=True.
+        NotImplementedError: the gradient is differentiated again, or (unless the logits are
+            computed again) backward runs with create_graph=True.
 
     Example:
         >>> hidden = torch.randn(2, 5, 8, requires_grad=True)
@@ -226,9 +265,10 @@ def chunked_cross_entropy(
     check_head(hidden, weight, bias)
     check_targets(targets, hidden, "targets")
     check_options(chunk_size, logit_softcap)
-    total = _loss_sum(
-        hidden, weight, bias, targets, Options(chunk_size, ignore_index, logit_softcap)
-    )
+    if lora is not None:
+        check_adapter(lora, hidden, weight)
+    options = Options(chunk_size, ignore_index, logit_softcap)
+    total = _loss_sum(hidden, weight, bias, targets, options, lora)
     if num_items is not None:
         return total / divisor(num_items, total.device)
     if reduction == "sum":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,27 @@ class Wanted(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    lora_b: bool = False
 
     @property
     def any(self) -> bool:
-        return self.hidden or self.weight or self.bias
+        return self.hidden or self.weight or self.bias or self.lora_b
+
+
+class Head(Protocol):
+    """An output layer that is shown some rows at a time, and sums gradients over them."""
+
+    @property
+    def weight_grad(self) -> Tensor | None: ...
+
+    @property
+    def bias_grad(self) -> Tensor | None: ...
+
+    def logits(self, hidden: Tensor, /) -> Tensor:
+        """A fresh [rows, V] that the caller may overwrite."""
+
+    def backward(self, logits_grad: Tensor, hidden_grad: Tensor | None, /) -> None:
+        """Adds the rows' part to the sums and writes `hidden_grad` [rows, D]."""
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -159,6 +176,8 @@ class SubclassHead:
     def backward(self, logits_grad: Tensor, hidden_grad: Tensor | None) -> None:
         """Adds the chunk's part to the sums and writes `hidden_grad` [rows, D]."""
         assert self._logits is not None and self._hidden is not None
+        if not self._wanted.any:
+            return
         sources = [self._hidden] if self._wanted.hidden else []
         if self._wanted.weight:
             sources.append(self._weight)
@@ -180,6 +199,3 @@ class SubclassHead:
 def _sum(total: Tensor | None, grad: Tensor) -> Tensor:
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return wide if total is None else total + wide
-
-
-Head = DenseHead | SubclassHead

@@ -53,7 +53,7 @@ def add_update_(y: Tensor, x: Tensor, adapter: Adapter) -> Tensor:
         t = merge_and_split(wide_product(x, factor_rows(a)[a.shape[0] :].t()), scaling)
         y.addmm_(t, factor_columns(b).t())
         return t
-    t = _scaled_product(x.to(dtype), a.to(dtype).t(), scaling)
+    t = scaled_product(x.to(dtype), a.to(dtype).t(), scaling)
     if y.dtype == dtype:
         y.addmm_(t, b.to(dtype).t())
     else:
@@ -84,7 +84,7 @@ def gradients(
     if want_b:
         db = _product(wide_dy.t(), t, b.dtype)
     if want_a or base_dx is not None:
-        u = _scaled_product(wide_dy, b.to(dtype), scaling)
+        u = scaled_product(wide_dy, b.to(dtype), scaling)
         if want_a:
             da = _product(u.t(), x.to(dtype), a.dtype)
         if base_dx is not None and base_dx.dtype == dtype:
@@ -126,7 +126,7 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return (left @ right).to(dtype)
 
 
-def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
     """scaling * left @ right, rounded once."""
     if scaling == 1:
         return left @ right

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ts_kernels._adapted_head import LoraAdapter
 from ts_kernels._targets import divisor, shifted
 
 
@@ -95,8 +96,12 @@ def _token_losses(
     bias: Tensor | None,
     ignore_index: int,
     logit_softcap: float | None,
+    lora: LoraAdapter | None,
 ) -> Tensor:
-    logits = _wide(F.linear(hidden, weight, bias))
+    if lora is None:
+        logits = _wide(F.linear(hidden, weight, bias))
+    else:
+        logits = _wide(lora_linear(hidden, weight, lora.a, lora.b, lora.scaling, bias))
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     losses = F.cross_entropy(
@@ -119,9 +124,10 @@ def chunked_cross_entropy(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     logit_softcap: float | None = None,
+    lora: LoraAdapter | None = None,
 ) -> Tensor:
     """See `ts_kernels.chunked_cross_entropy`; `chunk_size` is accepted and does nothing."""
-    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap)
+    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap, lora)
     total = losses.sum()
     if num_items is not None:
         return total / divisor(num_items, total.device)
@@ -141,9 +147,10 @@ def sequence_logprobs(
     shift: bool = True,
     average: bool = False,
     logit_softcap: float | None = None,
+    lora: LoraAdapter | None = None,
 ) -> Tensor:
     """See `ts_kernels.sequence_logprobs`; `chunk_size` is accepted and does nothing."""
     targets = shifted(labels, ignore_index) if shift else labels
-    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap)
+    losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap, lora)
     sums = -losses.sum(dim=-1)
     return sums / (targets != ignore_index).sum(dim=-1).clamp(min=1) if average else sums
