@@ -236,7 +236,7 @@ def test_lora_on_a_quantized_streamed_base(
             model=model,
             args=training_arguments(learning_rate=1e-2, max_steps=8),
             train_dataset=token_rows(2, LENGTH),
-            trainstream={"param_offload": offload},
+            trainstream={"param_offload": offload, "offload": True},
         )
         trainer.train()
         session = trainer.model._trainstream_session
@@ -362,7 +362,7 @@ def test_streamed_equals_resident_on_a_gpu(
             model=model,
             args=training_arguments(use_cpu=False, gradient_accumulation_steps=2),
             train_dataset=token_rows(ROWS, LENGTH),
-            trainstream={"param_offload": offload},
+            trainstream={"param_offload": offload, "offload": True},
         )
         trainer.train()
         assert next(iter(_trained(trainer.model).values())).device.type == "cuda"

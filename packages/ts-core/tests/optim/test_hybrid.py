@@ -109,9 +109,8 @@ def test_a_host_that_takes_longer_than_planned_gets_less(monkeypatch: pytest.Mon
     params = [torch.nn.Parameter(torch.zeros(600, 1000)) for _ in range(24)]
     device = Roomy()
     lines: list[str] = []
-    optimizer = OffloadAdamW(
-        params, mode="cpu", device=device, copies=CopyEngine(device), chunk_elems=1 << 16
-    )
+    copies = CopyEngine(device, max_inflight_bytes=1 << 20)
+    optimizer = OffloadAdamW(params, device=device, copies=copies, chunk_elems=1 << 16)
     optimizer.build()
     control = HybridSplit(
         device, CopyEngine(device), optimizer._storage.arena, lambda: 10**8, lines.append
@@ -129,7 +128,7 @@ def test_a_host_that_takes_longer_than_planned_gets_less(monkeypatch: pytest.Mon
             control.after_step(optimizer)
 
     # Room for no state at all beyond the ring, so host and link share the work.
-    monkeypatch.setattr(control, "_room", lambda: optimizer.ring_bytes)
+    monkeypatch.setattr(control, "_room", lambda: optimizer.streaming_bytes)
     steps(2, 0.6 / 4)
     before = optimizer.stats()["values_by_place"]
     assert {"streamed", "host"} == set(before)

@@ -158,13 +158,47 @@ def test_values_the_user_writes_count_in_every_place(lab: Any) -> None:
         optimizer = optimizer_on(True, model.parameters(), lr=0.0, weight_decay=0.0)
         optimizer.build()
         optimizer.place_state([place] * len(optimizer.buckets))
-        lab.run(model, optimizer, 1)
+        with inject_delays(1, max_ms=10.0, share=0.5):
+            lab.run(model, optimizer, 1)
         with torch.no_grad():
             model.large.fill_(0.25)
             model[0].weight.data = torch.full_like(model[0].weight, 0.5)
         lab.run(model, optimizer, 1)
         assert torch.equal(model.large.detach(), torch.full_like(model.large, 0.25))
         assert torch.equal(model[0].weight.detach(), torch.full_like(model[0].weight, 0.5))
+
+
+def test_gradients_queued_for_the_device_are_bounded(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More gradients than may wait: backward is held back, and the values are the same."""
+    from ts_core.optim.pipeline import UpdatePipeline
+
+    calls: list[int] = []
+    original = UpdatePipeline.hold_back
+
+    def hold_back(self: UpdatePipeline, bucket: Any, limit_bytes: int) -> None:
+        original(self, bucket, limit_bytes)
+        waiting = sum(size for job, size in self._queued if not job.done())
+        size = bucket.layout.numel * 4
+        assert waiting == 0 or waiting + size <= limit_bytes
+        calls.append(limit_bytes)
+
+    monkeypatch.setattr(UpdatePipeline, "hold_back", hold_back)
+    results = []
+    for place in ("host", "streamed"):
+        model = lab.model()
+        device = SeparateHost()
+        copies = CopyEngine(device, max_inflight_bytes=1 << 20)
+        optimizer = OffloadAdamW(model.parameters(), device=device, copies=copies)
+        optimizer.build()
+        optimizer.place_state([place] * len(optimizer.buckets))
+        with inject_delays(1, max_ms=2.0, share=0.3):
+            lab.run(model, optimizer, 3)
+            optimizer.synchronize()
+        results.append(model)
+    assert lab.distance(*results) == 0.0
+    assert calls and set(calls) == {1 << 18}
 
 
 def test_gpu_mode_works_on_the_host_device(lab: Any) -> None:

@@ -15,11 +15,13 @@ from ts_bench.workload import (
     TrainStep,
     add_adapters,
     config_of,
+    recompute_activations,
     token_batches,
     trainable,
 )
 from ts_core.errors import NotAvailableError, UnknownPluginError
 
+CHECKPOINTING = "checkpointing"
 LOSS_CHUNK_SIZE = 1024  # TrainStreamTrainer's default
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -34,7 +36,7 @@ class TrainStreamEngine:
     """
 
     API_VERSION = API_VERSION
-    variants = ("default",)
+    variants = ("default", CHECKPOINTING)
 
     def __init__(self, name: str, how: str, **options: Any) -> None:
         self.name = name
@@ -62,6 +64,8 @@ class TrainStreamEngine:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what encoding left in torch's cache is not ours to keep
         model.train()
+        if variant == CHECKPOINTING:
+            recompute_activations(model)
         if scenario.mode == "lora":
             model.requires_grad_(False)
             model = add_adapters(model, scenario)

@@ -378,6 +378,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._pipeline.close(bucket, index, self.steps_done, norm, self.threads)
         if self.eager and not norm:
             bucket.used = self._hyper(bucket)
+            if bucket.place.on_device:
+                self._pipeline.hold_back(bucket, self._storage.device_inflight_bytes())
             self._pipeline.launch(bucket, bucket.used, None)
 
     def _hyper(self, bucket: Bucket) -> Hyper:
@@ -588,9 +590,10 @@ class OffloadAdamW(torch.optim.Optimizer):
         return self._buckets
 
     @property
-    def ring_bytes(self) -> int:
-        """Device memory of the buffers that streamed state passes through."""
-        return self._storage.ring_bytes(any(bucket.has_master for bucket in self._buckets))
+    def streaming_bytes(self) -> int:
+        """Device memory that streamed state would take: buffers, gradients in flight."""
+        ring = self._storage.ring_bytes(any(bucket.has_master for bucket in self._buckets))
+        return ring + 2 * self._storage.device_inflight_bytes()
 
     def _room_bytes(self) -> int:
         """Device memory that state may take: what a step's peak leaves below the headroom."""
@@ -603,8 +606,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
         grad_norm, resident, link counters."""
-        copies = self._storage.copies
-        link = {} if copies is None else copies.stats()
+        link = self._storage.link_bytes()
         values: dict[str, int] = {}
         for bucket in self._buckets:
             name = bucket.place.name
@@ -621,8 +623,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             "device_state_bytes": sum(b.place.device_bytes() for b in self._buckets),
             "grad_norm": self.last_grad_norm,
             "resident": self.resident,
-            "d2h_bytes": link["d2h"].bytes if link else 0,
-            "h2d_bytes": link["h2d"].bytes if link else 0,
+            "d2h_bytes": link["d2h"],
+            "h2d_bytes": link["h2d"],
         }
 
 

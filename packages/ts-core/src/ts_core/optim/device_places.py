@@ -22,11 +22,19 @@ from ts_core.transfer import CopyEngine, edges
 
 
 class DeviceWork:
-    """The stream that device updates run on, and what must stay alive until they have run."""
+    """The streams that device updates run on, and what must stay alive until they have run.
 
-    def __init__(self, copies: CopyEngine) -> None:
-        self.copies = copies
-        self.device: Device = copies.device
+    Streamed state has copy streams of its own: gradients and new values of other buckets would
+    wait behind it.
+
+    Args:
+        device: where the parameters are.
+        max_inflight_bytes: of the copies of streamed state, and of gradients kept for it.
+    """
+
+    def __init__(self, device: Device, max_inflight_bytes: int) -> None:
+        self.copies = CopyEngine(device, max_inflight_bytes)
+        self.device = device
         self.stream: Stream = self.device.new_stream("optimizer")
         self._kept: deque[tuple[Event, int, object]] = deque()
         self._kept_bytes = 0
@@ -173,6 +181,19 @@ class StreamedPlace(DevicePlace):
         self.name = "streamed"
         self._ring = ring
         self._left: Event | None = None  # after it the state is in RAM again
+
+    def read(self, name: str, offset: int, out: torch.Tensor) -> None:
+        self._settle()
+        super().read(name, offset, out)
+
+    def write(self, name: str, offset: int, values: torch.Tensor) -> None:
+        self._settle()
+        super().write(name, offset, values)
+
+    def _settle(self) -> None:
+        """The copies back of the last update may still be on their way when its values are used."""
+        if self._left is not None:
+            self._work.device.host_wait(self._left)
 
     def update(self, update: Update, scale: float) -> Event | None:
         gradient = update.gradients.flat

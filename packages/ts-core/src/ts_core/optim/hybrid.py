@@ -85,7 +85,8 @@ def split(
         room_bytes: device memory that may be filled.
         keeps_gradients: gradients of buckets updated on the device wait there for step()
             (clipping, accumulation), which takes room too.
-        ring_bytes: device memory of the buffers that streamed state passes through.
+        ring_bytes: device memory that streaming takes: its buffers, and the gradients that wait
+            for their state.
         host_factor: correction of the host's rate, from how long the last split really took.
 
     Returns:
@@ -95,16 +96,18 @@ def split(
     def waiting(index: int) -> int:
         return pieces[index].param_bytes if keeps_gradients else 0
 
+    def needed(index: int) -> int:
+        return pieces[index].state_bytes + waiting(index)
+
     # The largest first: the fewest launches per byte.
     order = sorted(range(len(pieces)), key=lambda index: -pieces[index].values)
 
     def fill(resident_room: int, stream_room: int | None) -> Split:
         places = ["host"] * len(pieces)
         for index in order:
-            need = pieces[index].state_bytes + waiting(index)
-            if need <= resident_room:
+            if needed(index) <= resident_room:
                 places[index] = "resident"
-                resident_room -= need
+                resident_room -= needed(index)
         best = Split(tuple(places), *_times(pieces, places, rates, host_factor))
         if stream_room is None:
             return best
@@ -117,7 +120,7 @@ def split(
                 best = min(best, found, key=_slowest)
         return best
 
-    if sum(pieces[index].state_bytes + waiting(index) for index in order) <= room_bytes:
+    if sum(needed(index) for index in order) <= room_bytes:
         return fill(room_bytes, None)
     candidates = [fill(room_bytes, None)]
     if room_bytes >= ring_bytes:
@@ -230,7 +233,7 @@ class HybridSplit:
             self._rates,
             self._room_bytes,
             keeps_gradients=not optimizer.eager or optimizer.accumulation_steps > 1,
-            ring_bytes=optimizer.ring_bytes,
+            ring_bytes=optimizer.streaming_bytes,
             host_factor=self._factor,
         )
         optimizer.place_state(found.places)

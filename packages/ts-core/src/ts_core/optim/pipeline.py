@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -30,6 +31,7 @@ class UpdatePipeline:
         self._device = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw-device")
         self._measured: dict[int, Future[Measured]] = {}
         self._on_device: set[int] = set()
+        self._queued: deque[tuple[Future[Event | None], int]] = deque()
         self._parts: NormParts | None = None
         self._parts_for = 0
 
@@ -105,6 +107,18 @@ class UpdatePipeline:
         future.set_result(decide(total + sum(squares.values()), ""))
         return future
 
+    def hold_back(self, bucket: Bucket, limit_bytes: int) -> None:
+        """Wait until the gradients queued for the device take less than `limit_bytes` with this.
+
+        The device's updates are then what bounds the step, so a backward that waits loses nothing,
+        and its gradients take no more memory.
+        """
+        size = bucket.layout.numel * bucket.layout.dtype.itemsize
+        while self._queued and (
+            self._queued[0][0].done() or sum(s for _, s in self._queued) + size > limit_bytes
+        ):
+            self._queued.popleft()[0].result()
+
     def launch(
         self, bucket: Bucket, hyper: Hyper, verdict: Future[Verdict] | None
     ) -> read_guard.Flight:
@@ -125,7 +139,10 @@ class UpdatePipeline:
             return place.update(update, scale)
 
         worker = self._device if place.on_device else self._host
-        flight = bucket.flew(worker.submit(work))
+        job = worker.submit(work)
+        if place.on_device and verdict is None:
+            self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
+        flight = bucket.flew(job)
         if self.guard_reads and read_guard.can_guard(trained):
             read_guard.guard(trained, flight)
         return flight

@@ -98,19 +98,34 @@ class Storage:
 
     def settle(self) -> None:
         """Wait until all state is where it is kept, so that it may be read or written."""
-        if self.copies is not None and self._work is not None:
+        if self._work is not None:
             self._work.stream.synchronize()
-            self.copies.synchronize()
+            self._work.copies.synchronize()
+
+    def link_bytes(self) -> dict[str, int]:
+        """Bytes that went each way: gradients and values, and streamed state."""
+        engines = [self.copies, None if self._work is None else self._work.copies]
+        totals = {"d2h": 0, "h2d": 0}
+        for engine in engines:
+            for name, stats in ({} if engine is None else engine.stats()).items():
+                totals[name] += stats.bytes
+        return totals
 
     def ring_bytes(self, master: bool) -> int:
         """Device memory of the buffers that streamed state passes through."""
         return 3 * self._chunk * _PIECES_PER_STREAMED * 4 * (3 if master else 2)
 
+    def device_inflight_bytes(self) -> int:
+        """Device memory of gradients that wait for device updates, in the queue and on the stream
+        each."""
+        assert self.copies is not None
+        return self.copies.max_inflight_bytes // 4
+
     def device_work(self) -> DeviceWork:
         """The stream of device updates, made when first asked for."""
         if self._work is None:
             assert self.copies is not None
-            self._work = DeviceWork(self.copies)
+            self._work = DeviceWork(self.copies.device, self.device_inflight_bytes())
         return self._work
 
     def _place(self, name: str, layout: FlatLayout, seed: int) -> Place:
