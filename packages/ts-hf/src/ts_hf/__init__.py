@@ -20,6 +20,7 @@ _HOMES = {
     "TrainStreamCache": "ts_hf.cache",
     "TrainStreamCallback": "ts_hf.training.memory_log",
     "save_adapter": "ts_hf.adapters",
+    "merge_adapter": "ts_hf.merging",
     "demo_model_folder": "ts_hf.demo_model",
 }
 
@@ -31,6 +32,7 @@ __all__ = [
     "demo_model_folder",
     "find_decoder_layers",
     "load_model",
+    "merge_adapter",
     "save_adapter",
     "wrap_hf",
 ]
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from ts_hf.families import find_decoder_layers as find_decoder_layers
     from ts_hf.fill import LoadReport as LoadReport
     from ts_hf.loading import load_model as load_model
+    from ts_hf.merging import merge_adapter as merge_adapter
     from ts_hf.training.memory_log import TrainStreamCallback as TrainStreamCallback
     from ts_hf.training.trainer import TrainStreamTrainer as TrainStreamTrainer
     from ts_hf.wrapping import wrap_hf as wrap_hf

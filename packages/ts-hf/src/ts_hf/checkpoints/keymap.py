@@ -192,7 +192,7 @@ def _refuse_missing(
     for target in targets.values():
         if target.converter is not None:
             # One source may become several tensors; transformers names only the first of them.
-            given |= _siblings(target, wanted)
+            given |= siblings(target, wanted)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for name, source in tied.items():
         if name in given or source in given:
@@ -213,7 +213,8 @@ def _refuse_missing(
         )
 
 
-def _siblings(target: Target, wanted: Mapping[str, Tensor]) -> set[str]:
+def siblings(target: Target, wanted: Mapping[str, Tensor]) -> set[str]:
+    """The other tensors that a target's converter makes beside the one it is named after."""
     first, *others = target.converter.target_patterns
     return {name for other in others if (name := target.name.replace(first, other, 1)) in wanted}
 

@@ -21,6 +21,7 @@ from ts_core.errors import DataError, NotAvailableError
 from ts_hf.checkpoints.keymap import Target
 from ts_hf.checkpoints.locate import Checkpoint
 from ts_hf.checkpoints.safetensors_file import TensorEntry, read_tensor
+from ts_hf.codec_hooks import codec_hook
 
 _JOINING = ("MergeModulelist", "Concatenate")
 """Conversions under which codes and scales of several weights are those of the joined weight."""
@@ -63,7 +64,7 @@ def stored_checkpoint(checkpoint: Checkpoint, config: Any) -> tuple[Checkpoint, 
     codes = any(entry.dtype.itemsize == 1 for entry in checkpoint.tensors.values())
     if settings is None and modelopt is None and not codes:
         return checkpoint, None
-    reader = _reader()
+    reader = codec_hook("plan_reading")
     if reader is None:
         if settings is None and modelopt is None:
             return checkpoint, None
@@ -224,17 +225,6 @@ def _dtype(model: nn.Module, name: str) -> torch.dtype:
     if slot is None:
         raise DataError(f"{name!r} is stored quantized, but the model has no such parameter.")
     return slot.dtype
-
-
-def _reader() -> Any:
-    """`plan_reading` of whichever installed codec package offers it."""
-    from ts_core.registry import codecs
-
-    for name in codecs.names():
-        reader = getattr(codecs.get(name), "plan_reading", None)
-        if reader is not None:
-            return reader
-    return None
 
 
 def _json(file: Path) -> dict[str, Any] | None:

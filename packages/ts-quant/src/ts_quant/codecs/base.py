@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -106,6 +107,13 @@ class Codec(ABC):
         from ts_quant.readers import plan_reading
 
         return plan_reading(*args, **options)
+
+    @staticmethod
+    def merging() -> ModuleType:
+        """`ts_quant.merge`: merging an update into a weight of any format, and its report."""
+        from ts_quant import merge
+
+        return merge
 
     def storer(self, **options: Any) -> Storer:
         """What stores a model's matrices in this format, better where it pays (`Storer`)."""

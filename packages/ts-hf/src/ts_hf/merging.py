@@ -1,0 +1,210 @@
+"""Merge a trained adapter into the weights below it, one matrix at a time, and say what it cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ts_core.errors import DataError, NotAvailableError, OptionError, StateError
+from ts_core.store.leaves import is_wrapper
+from ts_hf.adapters import is_peft_model
+from ts_hf.checkpoints.originals import Originals
+from ts_hf.codec_hooks import codec_hook
+
+ORIGINAL = "original"
+DEQUANTIZED = "dequantized"
+
+
+def merge_adapter(
+    model: nn.Module,
+    into: str = ORIGINAL,
+    *,
+    original: str | Path | None = None,
+    block_size: int = 64,
+    double_quant: bool = False,
+) -> tuple[Any, Any]:
+    """Merge the active LoRA adapter(s) of a PEFT model into its weights.
+
+    The model is changed in place and must not be used afterwards, only the one returned. One
+    matrix at a time is in full precision beside the result.
+
+    Args:
+        model: a PEFT model, not wrapped (call `unwrap` first).
+        into: "original": the full-precision weights that the base was quantized from, read again
+            from its checkpoint; weights without an adapter become the original ones too, and what
+            an adapter started with (`error_rank`) is taken off, since it made up for quantization.
+            "dequantized": the weights as the adapter saw them, decoded. Or the name of a codec:
+            the merged matrices are stored in it; those without an adapter stay as they are.
+        original: folder or hub id of the full-precision checkpoint; None for the one the model was
+            loaded from.
+        block_size: values per scale, for a codec.
+        double_quant: one-byte scales, for a codec.
+
+    Returns:
+        (merged model without PEFT, report): `report.error` is the relative distance from the model
+        that was trained, `report.survived` the share of the adapter's update that the merged
+        weights hold; `report.rows` say so of each matrix, `report.table()` in text.
+
+    Raises:
+        StateError: no adapters, a wrapped model, or adapters that are merged already.
+        NotAvailableError: adapters other than LoRA of matrices (DoRA, LoRA of convolutions or of
+            stacked experts), or no installed package can merge.
+        DataError: the original weights cannot be read, or are of another model.
+        OptionError, UnknownPluginError: `into` names no codec.
+    """
+    _check(model, into)
+    tools = codec_hook("merging")
+    if tools is None:
+        raise NotAvailableError(
+            "no installed package can merge adapters. Add one: pip install 'ts-quant>=0.8,<0.9'"
+        )
+    merging = tools()
+    layers = list(_lora_layers(model))
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    originals = Originals(original or base.config.name_or_path) if into == ORIGINAL else None
+    report = merging.MergeReport(into)
+    uses = Counter(id(p) for m in base.modules() for p in m._parameters.values() if p is not None)
+    with torch.no_grad():
+        for name, layer in layers:
+            linear = layer.get_base_layer()
+            weight = linear.weight
+            update = _update(name, layer)
+            try:
+                merged, row = merging.merge_weight(
+                    weight,
+                    update,
+                    into,
+                    original=_original(originals, f"{name}.weight", weight.dtype),
+                    started=_started(layer, linear),
+                    block_size=block_size,
+                    double_quant=double_quant,
+                    name=f"{name}.weight",
+                )
+            except DataError:
+                raise
+            except ValueError as error:
+                raise OptionError(str(error)) from error
+            report.rows.append(row)
+            if uses[id(weight)] > 1:
+                _untie(base, name, report)
+            linear.weight = nn.Parameter(merged, requires_grad=False)
+            _merge_bias(layer, linear)
+            if hasattr(linear, "error_start"):
+                del linear.error_start
+        result = model.unload()  # type: ignore[operator]
+        if into in (ORIGINAL, DEQUANTIZED):
+            _plain(result, originals)
+    return result, report
+
+
+def _check(model: nn.Module, into: str) -> None:
+    if not is_peft_model(model):
+        raise StateError(f"a {type(model).__name__} has no adapters to merge.")
+    if hasattr(model, "_trainstream_session"):
+        raise StateError("the model is wrapped: call unwrap(model) first, then merge_adapter.")
+    if into not in (ORIGINAL, DEQUANTIZED):
+        from ts_core.registry import codecs
+
+        codecs.get(into)  # raises, listing those that are installed
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name in the base model, LoRA layer) of every adapted matrix with an active adapter."""
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    found = False
+    for name, layer in base.named_modules():
+        if not (hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")):
+            continue
+        found = True
+        if getattr(layer, "merged", False):
+            raise StateError(
+                f"{name}: its adapter is merged already (merge_adapter of PEFT). Call "
+                f"model.unmerge_adapter() first."
+            )
+        if not hasattr(layer, "lora_A") or not hasattr(layer, "get_delta_weight"):
+            raise NotAvailableError(
+                f"{name} has an adapter of type {type(layer).__name__}; this version merges LoRA."
+            )
+        names = [a for a in layer.active_adapters if a in layer.scaling]
+        if any(getattr(layer, "use_dora", {}).get(adapter) for adapter in names):
+            raise NotAvailableError(f"{name} uses DoRA, which this version does not merge.")
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise NotAvailableError(
+                f"{name} ({type(layer.get_base_layer()).__name__}) has an adapter on something "
+                f"other than a matrix, which this version does not merge."
+            )
+        if names:
+            yield name, layer
+    if not found:
+        raise NotAvailableError("the model's adapters are not LoRA; this version merges LoRA.")
+
+
+def _original(originals: Originals | None, name: str, dtype: torch.dtype) -> Tensor | None:
+    """The original weight in the dtype the model computes in."""
+    return None if originals is None else originals.read(name).to(dtype)
+
+
+def _update(name: str, layer: Any) -> Tensor:
+    """fp32: the sum of the active adapters' updates, of the weight's shape."""
+    total: Tensor | None = None
+    for adapter in layer.active_adapters:
+        if adapter in layer.scaling:
+            part = layer.get_delta_weight(adapter).float()
+            total = part if total is None else total + part
+    if total is None:
+        raise StateError(f"{name} has no active adapter.")
+    return total
+
+
+def _started(layer: Any, linear: nn.Module) -> Tensor | None:
+    start = getattr(linear, "error_start", None)
+    if start is None or start.started is None or start.started[0] not in layer.active_adapters:
+        return None
+    delta: Tensor = start.started_delta()
+    return delta
+
+
+def _merge_bias(layer: Any, linear: Any) -> None:
+    """LoRA's own bias (lora_bias=True), which is constant."""
+    for adapter in layer.active_adapters:
+        if adapter not in getattr(layer, "lora_B", {}):
+            continue
+        bias = getattr(layer.lora_B[adapter], "bias", None)
+        if bias is not None:
+            extra = bias * layer.scaling[adapter]
+            if linear.bias is None:
+                extra = extra.to(layer.lora_B[adapter].weight.dtype)
+                linear.bias = nn.Parameter(extra.clone(), requires_grad=False)
+            else:
+                linear.bias.data = linear.bias.data + extra.to(linear.bias.dtype)
+
+
+def _untie(base: Any, name: str, report: Any) -> None:
+    """A merged weight is no longer that of the module it was shared with."""
+    base.config.tie_word_embeddings = False
+    tied = getattr(base, "all_tied_weights_keys", None)
+    if tied:
+        for key, source in list(tied.items()):
+            if f"{name}.weight" in (key, source):
+                del tied[key]
+    report.notes.append(f"{name}.weight was tied to another weight; they are two weights now")
+
+
+def _plain(model: nn.Module, originals: Originals | None) -> None:
+    """Ordinary tensors for the quantized weights that no adapter was on."""
+    for name, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or not is_wrapper(parameter):
+                continue
+            dense: Tensor
+            if originals is None:
+                dense = parameter.dequantize()
+            else:
+                dense = originals.read(f"{name}.{leaf}" if name else leaf).to(parameter.dtype)
+            module._parameters[leaf] = nn.Parameter(dense, requires_grad=False)
