@@ -41,7 +41,7 @@ def check_for(dtype):
         assert actual.shape == exact.shape
         if exact.numel() > 1:
             room = 1e-6 * exact.norm().clamp(min=1)
-            assert (actual - exact).norm() <= 1.5 * (plain - exact).norm() + room, what
+            assert (actual - exact).norm() <= 2 * (plain - exact).norm() + room, what
         else:
             room = max(torch.finfo(dtype).eps / 2, 1e-6)
             assert (actual - exact).abs() <= room * exact.abs(), what
@@ -53,7 +53,7 @@ def check_for(dtype):
 @pytest.mark.parametrize("chunk_size", [7, 1024])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_cross_entropy(dtype, chunk_size, softcap):
-    hidden, weight, targets, bias = make(dtype)
+    hidden, weight, targets, bias = make(dtype, rows=101)
     run = losses(targets, logit_softcap=softcap)
     compare_with_reference(
         run(ts_kernels.chunked_cross_entropy, chunk_size=chunk_size),
