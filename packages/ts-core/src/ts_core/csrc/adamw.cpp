@@ -7,15 +7,25 @@
 
 #include "cores.h"
 #include "dispatch.h"
-#include "thread_pool.h"
+#include "numa.h"
 
 namespace ts {
 namespace {
 
-constexpr std::size_t kChunkElements = 1 << 16;
+// A chunk is the work of a thread at a time: the large one keeps its overhead small, the small one
+// is worth waking a thread for.
+constexpr std::size_t kLargestChunk = 1 << 16;
+constexpr std::size_t kSmallestChunk = 1 << 14;
 // Moments that are not fp32 pass through fp32 buffers of this many elements, which stay in the
 // first-level cache.
 constexpr std::size_t kStageElements = 4 * kMomentBlock;
+
+// Elements per chunk: about four chunks per thread, in whole stages.
+std::size_t chunk_elements(std::size_t count, int threads) {
+  const std::size_t wanted = count / (4 * static_cast<std::size_t>(threads));
+  const std::size_t whole = (wanted + kStageElements - 1) / kStageElements * kStageElements;
+  return std::clamp(whole, kSmallestChunk, kLargestChunk);
+}
 
 void require(bool holds, const char* name, double value, const char* expected) {
   if (holds) return;
@@ -101,11 +111,17 @@ void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Roundi
                                             [stores_roots(t.exp_avg_sq.type) ? 1 : 0];
   const std::uint64_t key = random_key(rounding.seed, static_cast<std::uint64_t>(options.step));
   const bool staged = t.exp_avg.type != MomentType::float32;
-  const std::size_t chunks = (t.count + kChunkElements - 1) / kChunkElements;
-  parallel_for(chunks, effective_threads(threads), [&](std::size_t chunk) {
+  const int used_threads = effective_threads(threads);
+  const std::size_t step = chunk_elements(t.count, used_threads);
+  const std::size_t chunks = (t.count + step - 1) / step;
+  const auto address_of = [&](std::size_t chunk) -> const void* {
+    return static_cast<const char*>(t.exp_avg_sq.values) +
+           chunk * step * moment_bytes(t.exp_avg_sq.type);
+  };
+  parallel_for_near(chunks, used_threads, address_of, [&](std::size_t chunk) {
     const DefaultFloatMode float_mode;
-    const std::size_t first = chunk * kChunkElements;
-    const std::size_t count = std::min(kChunkElements, t.count - first);
+    const std::size_t first = chunk * step;
+    const std::size_t count = std::min(step, t.count - first);
     if (staged) {
       update_staged(kernel, s, t, first, count, key, rounding.block);
     } else {

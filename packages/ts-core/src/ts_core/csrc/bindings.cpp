@@ -17,6 +17,8 @@
 #include "gil.h"
 #include "grad_stats.h"
 #include "memory_stream.h"
+#include "numa.h"
+#include "platform.h"
 #include "thread_pool.h"
 #include "version.h"
 
@@ -261,6 +263,15 @@ PYBIND11_MODULE(_host, m) {
   m.def("cgroup_cpu_quota", &cgroup_cpu_quota);
   m.def("override_usable_cores", &override_usable_cores);
   m.def("pool_threads", &pool_threads);
+  m.def("memory_nodes", &platform::memory_nodes);
+  m.def("page_node", [](Address address) {
+    std::vector<int> nodes(1);
+    const bool told = platform::nodes_of({pointer<const void>(address)}, nodes);
+    return told ? nodes[0] : -1;
+  });
+  m.def("current_node", &platform::current_node);
+  m.def("pretend_nodes", &pretend_nodes);
+  m.def("pretended_places", [] { return py::make_tuple(pretended_near(), pretended_far()); });
   m.def("shutdown_pool", [] {
     const GilReleased unlocked;
     shutdown_pool();

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 namespace ts::platform {
 
@@ -26,6 +27,13 @@ const char* cuda_driver_library();
 
 // Cores that the calling thread may run on, at least 1.
 int affinity_cores();
+
+// NUMA nodes with memory, numbered from 0; 1 where the system does not tell.
+int memory_nodes();
+// The node that the calling thread runs on, or -1.
+int current_node();
+// The node of each page (negative for one not touched yet); false when the system refuses to tell.
+bool nodes_of(const std::vector<const void*>& pages, std::vector<int>& nodes);
 
 void sleep_us(long microseconds);
 long process_id();

@@ -12,6 +12,8 @@
 #include <unistd.h>
 #if defined(__linux__)
 #include <sched.h>
+#include <stdio.h>
+#include <sys/syscall.h>
 #endif
 
 #include <cstdint>
@@ -94,6 +96,53 @@ int affinity_cores() {
   const long online = sysconf(_SC_NPROCESSORS_ONLN);
   return online > 0 ? static_cast<int>(online) : 1;
 }
+
+#if defined(__linux__)
+
+int memory_nodes() {
+  // "0", "0-1" or "0,2-3": the last number is the highest node.
+  std::FILE* file = std::fopen("/sys/devices/system/node/has_memory", "r");
+  if (file == nullptr) return 1;
+  int highest = 0;
+  int number = 0;
+  for (int character = std::fgetc(file); character != EOF; character = std::fgetc(file)) {
+    if (character >= '0' && character <= '9') {
+      number = number * 10 + (character - '0');
+      if (number > 4096) break;
+      highest = number > highest ? number : highest;
+    } else {
+      number = 0;
+    }
+  }
+  std::fclose(file);
+  return highest + 1;
+}
+
+int current_node() {
+  unsigned cpu = 0;
+  unsigned node = 0;
+  return syscall(SYS_getcpu, &cpu, &node, nullptr) == 0 ? static_cast<int>(node) : -1;
+}
+
+bool nodes_of(const std::vector<const void*>& pages, std::vector<int>& nodes) {
+  const std::uintptr_t page = page_bytes();
+  std::vector<void*> starts;
+  for (const void* address : pages) {
+    starts.push_back(
+        reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(address) / page * page));
+  }
+  nodes.assign(pages.size(), -1);
+  // Without target nodes move_pages moves nothing and reports where each page is.
+  return syscall(SYS_move_pages, 0, starts.size(), starts.data(), nullptr, nodes.data(), 0) == 0;
+}
+
+#else
+
+int memory_nodes() { return 1; }
+int current_node() { return -1; }
+bool nodes_of(const std::vector<const void*>&, std::vector<int>&) { return false; }
+
+#endif
 
 void sleep_us(long microseconds) {
   timespec left{microseconds / 1000000, (microseconds % 1000000) * 1000};

@@ -59,6 +59,10 @@ int affinity_cores() {
   return count > 0 ? count : 1;
 }
 
+int memory_nodes() { return 1; }
+int current_node() { return -1; }
+bool nodes_of(const std::vector<const void*>&, std::vector<int>&) { return false; }
+
 void sleep_us(long microseconds) {
   const long milliseconds = (microseconds + 999) / 1000;
   Sleep(static_cast<DWORD>(milliseconds));

@@ -47,11 +47,8 @@ class Pool {
       grow(threads - 1);
       place = jobs_.insert(jobs_.end(), &job);
     }
-    if (threads == 2) {
-      work_arrived_.notify_one();
-    } else {
-      work_arrived_.notify_all();
-    }
+    // As many as can join: the others would wake for nothing.
+    for (int worker = 1; worker < threads; ++worker) work_arrived_.notify_one();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
     jobs_.erase(place);  // from here on nobody else can join
