@@ -196,6 +196,20 @@ def test_memory_that_cannot_be_page_locked_is_refused() -> None:
         BlockState(3, nn.Linear(2, 2), None, Refuses(), pinned=True)
 
 
+def test_too_little_ram_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ts_core.engine import streamed_grads
+
+    model = StreamedModel([nn.Linear(WIDTH, WIDTH) for _ in range(3)], "host")
+    arena = type("Full", (), {"stats": lambda self: {"arena_largest_free": 0}})()
+    monkeypatch.setattr(model._machinery.landing, "arena", arena)
+    monkeypatch.setattr(streamed_grads, "ram_available_bytes", lambda: 1000)
+    with pytest.raises(OutOfBudgetError, match=r"gradients .* short by"):
+        model(torch.randn(2, WIDTH))
+    monkeypatch.undo()
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_aliased_storage() -> None:
     tied = [nn.Linear(2, 2, bias=False) for _ in range(2)]
     tied[1].weight = tied[0].weight

@@ -12,12 +12,14 @@ from torch import nn
 
 from ts_core.device import Event
 from ts_core.engine.streamed_state import BlockState
-from ts_core.errors import DataError
+from ts_core.errors import DataError, OutOfBudgetError
 from ts_core.memory.arena import PinnedArena
+from ts_core.memory.ram import ram_available_bytes
 from ts_core.store.images import ALIGNMENT
 from ts_core.transfer import CopyEngine, Slot, SlotRing
 
 SLOTS = 2
+RAM_SHARE = 0.9
 TAG = "gradients"
 
 
@@ -89,7 +91,7 @@ class GradientLanding:
             self._free_ring()
             self._ring = SlotRing(self.copies.device, largest, SLOTS)
         # All gradients at once, and two blocks more for those that are added to earlier ones.
-        self.arena.reserve(sum(self._size.values()) + SLOTS * largest)
+        self._reserve(sum(self._size.values()) + SLOTS * largest)
         self._signature = signature
 
     def places(self, index: int) -> tuple[Place, ...]:
@@ -181,6 +183,16 @@ class GradientLanding:
                 hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
                 for hook in list(hooks.values()) if hooks else ():
                     hook(parameter)
+
+    def _reserve(self, needed: int) -> None:
+        free = int(ram_available_bytes() * RAM_SHARE)
+        if needed > max(self.arena.stats()["arena_largest_free"], free):
+            raise OutOfBudgetError(
+                f"gradients of the streamed blocks need {needed} bytes of host memory, and {free} "
+                f"may be used: short by {needed - free}. Train fewer parameters "
+                f"(requires_grad_(False)), or in a smaller dtype."
+            )
+        self.arena.reserve(needed)
 
     def _free_ring(self) -> None:
         if self._ring is not None:
