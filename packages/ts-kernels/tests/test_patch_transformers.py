@@ -1,0 +1,136 @@
+"""patch_blocks on the model families of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ts_kernels.patching import patch_blocks
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 2
+COMMON = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# Per layer: RMSNorm, rotary, gated MLP.
+FAMILIES = {
+    "Llama": (2, 1, 1),
+    "Qwen2": (2, 1, 1),
+    "Qwen3": (4, 1, 1),
+    "Mistral": (2, 1, 1),
+    "Gemma": (2, 1, 1),
+    "Gemma2": (4, 1, 1),
+    "Gemma3Text": (6, 1, 1),
+    "GPTNeoX": (0, 1, 0),
+    "Phi3": (2, 1, 1),
+    "Glm4": (4, 1, 1),
+    "Cohere": (0, 1, 1),
+    "Olmo2": (4, 1, 1),
+    "Qwen3Moe": (4, 1, 0),
+    "SmolLM3": (2, 1, 1),
+}
+
+
+def tiny(family, dtype=torch.float32):
+    settings = dict(COMMON)
+    if family == "GPTNeoX":
+        settings = {k: v for k, v in COMMON.items() if k not in ("head_dim", "num_key_value_heads")}
+    if family == "Qwen3Moe":
+        settings |= {"num_experts": 8, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS)
+    return model, blocks
+
+
+def run(model, ids):
+    out = model(ids, labels=ids)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(out.loss, wanted, allow_unused=True)
+    return [out.logits.detach(), *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family(family):
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model, blocks = tiny(family)
+    ids = torch.randint(3, 50, (2, 9))
+    before = run(model, ids)
+    handle = patch_blocks(blocks)
+    norms, rotaries, mlps = (LAYERS * n for n in FAMILIES[family])
+    expected = {"RMSNorm": norms, "rotary": rotaries, "gated MLP": mlps}
+    assert handle.replaced == {kind: n for kind, n in expected.items() if n}
+    for a, b in zip(run(model, ids), before, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+    handle.undo()
+    assert all(map(torch.equal, run(model, ids), before))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Glm4"])
+def test_bfloat16_stays_within_its_roundings(family):
+    model, blocks = tiny(family, torch.bfloat16)
+    ids = torch.randint(3, 50, (2, 9))
+    with torch.no_grad():
+        before = model(ids).logits.float()
+        exact = model.double()(ids).logits.float()
+        model.bfloat16()
+        assert sum(patch_blocks(blocks).replaced.values()) >= 4 * LAYERS
+        after = model(ids).logits.float()
+    assert (after - exact).norm() <= 1.2 * (before - exact).norm()
+
+
+def test_generation_with_a_cache():
+    model, blocks = tiny("Llama")
+    ids = torch.randint(3, 50, (2, 5))
+    kw = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6}
+    expected = model.generate(ids, **kw)
+    patch_blocks(blocks)
+    assert torch.equal(model.generate(ids, **kw), expected)
+
+
+def test_gradient_checkpointing():
+    model, blocks = tiny("Llama")
+    ids = torch.randint(3, 50, (2, 9))
+    patch_blocks(blocks)
+    model.train()
+    plain = run(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert all(map(torch.equal, run(model, ids), plain))
+
+
+def test_a_renamed_projection_turns_the_kernel_off_and_not_the_model():
+    """As a new release may do it: the module is unknown then, and keeps its own code."""
+    model, blocks = tiny("Llama")
+
+    class LlamaMLP(nn.Module):
+        def __init__(self, old):
+            super().__init__()
+            self.gate, self.up, self.down = old.gate_proj, old.up_proj, old.down_proj
+
+        def forward(self, x):
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    for block in blocks:
+        block.mlp = LlamaMLP(block.mlp)
+    ids = torch.randint(3, 50, (2, 9))
+    before = run(model, ids)
+    events = []
+    handle = patch_blocks(blocks, on_event=events.append)
+    assert handle.replaced == {"RMSNorm": 4, "rotary": 2}
+    assert any("LlamaMLP keeps its own code (2 places)" in event for event in events)
+    for a, b in zip(run(model, ids), before, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
