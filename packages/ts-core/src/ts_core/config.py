@@ -255,7 +255,6 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 _OFF = _one_of("auto", False, None)
-_ZERO = _one_of(0, False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "activation_offload": (
         lambda v: v == "auto" or v is False or v == 0,
@@ -266,8 +265,6 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
         "'auto' or False; the model's own gradient checkpointing works",
     ),
     "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
-    "outliers": (_ZERO, "0"),
-    "nvfp4_backward": (_one_of(False), "False"),
     "kernels": (_OFF, "'auto' or False"),
     "fused_lora": (_OFF, "'auto' or False"),
     "disk_offload": (_one_of(None), "None"),

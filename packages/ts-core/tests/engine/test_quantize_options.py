@@ -140,6 +140,17 @@ def test_what_a_codec_does_not_take_is_refused_or_left_out() -> None:
     assert any("error_rank=4: nothing to do" in event for event in events)
 
 
+@needs_codecs
+def test_outliers_reach_the_stored_weights_and_are_said_to_do_nothing_without() -> None:
+    model = tiny_model(2, WIDTH)
+    wrap(model, device="host", quantize="nvfp4", outliers="auto", nvfp4_backward=True)
+    for parameter in _stored(model).values():
+        assert parameter._matmul.outliers == 0.01 and parameter._matmul.nvfp4_backward
+    model = tiny_model(2, WIDTH)
+    wrap(model, device="host", quantize="none", outliers=0.05)
+    assert any("nothing to do" in event for event in memory_report(model)["events"])
+
+
 def test_a_codec_without_a_storer_says_so() -> None:
     class Bare:
         name = "bare"

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ts_core.config import WrapOptions
 from ts_core.errors import OptionError
+from ts_core.registry import codecs
 from ts_core.store.leaves import is_wrapper
 
 
@@ -70,3 +72,27 @@ def start_adapters(model: nn.Module, log: Callable[[str], None]) -> None:
     count = init_lora_from_error(model, overwrite=False)
     if count:
         log(f"error_rank: {count} adapters start at what quantization lost")
+
+
+def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str], None]) -> None:
+    """Hand `outliers` and `nvfp4_backward` to the codecs of the stored weights."""
+    wanted = {"outliers": config.outliers, "nvfp4_backward": config.nvfp4_backward}
+    if not any(wanted.values()):
+        return
+    stored = [p for p in model.parameters() if is_wrapper(p)]
+    offered = (getattr(codecs.get(name), "configure_matmul", None) for name in _codecs_of(stored))
+    configure = next((offer for offer in offered if offer is not None), None)
+    if configure is None:
+        log(f"{wanted}: nothing to do, no stored weight has such products")
+        return
+    try:
+        count = configure(model, **wanted)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    log(f"{wanted}: given to {count} stored weights; formats without such products ignore it")
+
+
+def _codecs_of(stored: list[nn.Parameter]) -> list[str]:
+    """Names of the installed codecs that the weights are stored in."""
+    names = {getattr(parameter, "codec", None) for parameter in stored}
+    return sorted(name for name in names if isinstance(name, str) and codecs.has(name))

@@ -15,7 +15,7 @@ from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.quantize import quantizable_weights, quantize_model
 from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
 from ts_core.engine.runner import BlockRunner
-from ts_core.engine.served import serve_stored, start_adapters
+from ts_core.engine.served import configure_products, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import default_arena
@@ -88,6 +88,7 @@ def wrap(
         )
         log(f"quantize: {quantized['tensors']} weights stored as {codec}")
     serve_stored(model)
+    configure_products(model, config, log)
     start_adapters(model, log)
     quantized["codec"] = codec
     return _start(model, optimizer, blocks, device, config, log, quantized, moments)

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ts_quant.errors import NonFiniteWeightError, OptionError
 
@@ -114,6 +114,13 @@ class Codec(ABC):
         from ts_quant import merge
 
         return merge
+
+    @staticmethod
+    def configure_matmul(model: nn.Module, **options: Any) -> int:
+        """`ts_quant.configure_matmul`: how a model's stored weights are multiplied."""
+        from ts_quant.matmul.options import configure_matmul
+
+        return configure_matmul(model, **options)
 
     def storer(self, **options: Any) -> Storer:
         """What stores a model's matrices in this format, better where it pays (`Storer`)."""
