@@ -36,7 +36,8 @@ _HIGH = tl.constexpr(UNIT_HIGH)
 _LOW = tl.constexpr(UNIT_LOW)
 
 _TAIL_VALUES = 1024
-_TILE_VALUES = 1024
+_TILE_COLUMNS = 1024
+_TILE_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -121,24 +122,30 @@ def _decode_values(
 @triton.jit
 def _decode_tiles(
     codes_ptr,  # uint8 [leading * rows, columns]
-    scale_ptr,  # fp32 [leading, ceil(rows / HEIGHT), ceil(columns / WIDTH)]
+    scale_ptr,  # fp32 [leading, ceil(rows / height), ceil(columns / width)]
     out_ptr,  # [leading * rows, columns], the output dtype
-    n_rows,  # of one leading index
+    all_rows,  # leading * rows
+    n_rows,
     n_columns,
-    HEIGHT,  # rows and columns per scale
-    WIDTH,
-    VALUES: tl.constexpr,  # columns per program
+    height,  # rows and columns per scale
+    width,
+    GROUPS: tl.constexpr,  # a program takes ROWS rows of GROUPS * GROUP columns;
+    GROUP: tl.constexpr,  # GROUP consecutive columns, from a multiple of GROUP, share a scale
+    ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    live = column < n_columns
-    code = tl.load(codes_ptr + row * n_columns + column, mask=live, other=0)
-    tile_row = (row // n_rows) * tl.cdiv(n_rows, HEIGHT) + (row % n_rows) // HEIGHT
-    tile = tile_row * tl.cdiv(n_columns, WIDTH) + column // WIDTH
-    scale = tl.load(scale_ptr + tile, mask=live, other=0.0)
-    value = _unit(code, True, NATIVE) * scale
-    tl.store(out_ptr + row * n_columns + column, value.to(out_ptr.dtype.element_ty), mask=live)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    tile_row = (row // n_rows) * tl.cdiv(n_rows, height) + (row % n_rows) // height
+    tile = (tile_row * tl.cdiv(n_columns, width))[:, None] + ((group * GROUP) // width)[None, :]
+    some = (row < all_rows)[:, None] & (group * GROUP < n_columns)[None, :]
+    scale = tl.load(scale_ptr + tile, mask=some, other=0.0)
+    column = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    live = (row < all_rows)[:, None, None] & (column < n_columns)[None, :, :]
+    place = (row * n_columns)[:, None, None] + column[None, :, :]
+    code = tl.load(codes_ptr + place, mask=live, other=0)
+    value = _unit(code, True, NATIVE) * scale[:, :, None]
+    tl.store(out_ptr + place, value.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @cache
@@ -204,15 +211,23 @@ def decode_out(
 def _launch_tiles(buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
     codes, scale = buffers
     leading, n_rows, n_columns = matrices(out.shape)
-    _decode_tiles[(leading * n_rows, triton.cdiv(n_columns, _TILE_VALUES))](
+    width, all_rows = spec.block_size, leading * n_rows
+    # The most columns, a power of two, that never straddle two tiles.
+    group = _TILE_COLUMNS if width >= n_columns else min(width & -width, _TILE_COLUMNS)
+    grid = triton.cdiv(all_rows, _TILE_ROWS), triton.cdiv(n_columns, _TILE_COLUMNS)
+    _decode_tiles[grid](
         codes,
         scale,
         out,
+        all_rows,
         n_rows,
         n_columns,
         spec.rows,
-        spec.block_size,
-        VALUES=_TILE_VALUES,
+        width,
+        GROUPS=_TILE_COLUMNS // group,
+        GROUP=group,
+        ROWS=_TILE_ROWS,
         NATIVE=converts_e4m3(out.device),
+        num_warps=8,
         enable_fp_fusion=False,
     )

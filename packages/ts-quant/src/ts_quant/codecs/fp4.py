@@ -51,7 +51,7 @@ class Fp4Codec(BlockwiseCodec):
     codes_per_byte = 2
     unit = UnitRange(6.0, round_up=False)
     rounds_up = True
-    triton_module = "ts_quant.codecs.nibble_triton"
+    triton_module = "ts_quant.codecs.shuffle_triton"
 
     def encode_chunk(
         self,

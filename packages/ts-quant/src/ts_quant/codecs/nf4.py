@@ -105,7 +105,7 @@ class Nf4Codec(BlockwiseCodec):
     code_dtype = torch.uint8
     codes_per_byte = 2
     unit = UnitRange(1.0, round_up=False)
-    triton_module = "ts_quant.codecs.nibble_triton"
+    triton_module = "ts_quant.codecs.shuffle_triton"
 
     def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*super().code_shape(shape), 1)

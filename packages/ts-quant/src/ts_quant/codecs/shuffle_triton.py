@@ -9,8 +9,8 @@ code, so a lookup costs one shift and one shuffle. A thread takes one word (eigh
 bytes, and neighbouring threads store side by side; `UNROLL` words per thread, a program's width
 apart, keep more loads in flight.
 
-Inline PTX, so this module has no meaning under Triton's interpreter; `nibble_triton` decodes
-everything it does not take.
+3.74 TB/s for NF4 to bf16 on an H200 (`benchmarks/nf4_sweep.py`). Inline PTX, so the kernel has no
+meaning under Triton's interpreter; `nibble_triton` decodes everything it does not take.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ts_quant.codecs import nibble_triton
 from ts_quant.codecs.base import QuantSpec
 from ts_quant.codecs.launch import is_power_of_two, on_device_of
 from ts_quant.codecs.nibble_triton import e2m1_value, select_value
@@ -47,6 +48,7 @@ class ShuffleConfig:
 
 
 DEFAULT_CONFIG = ShuffleConfig()
+MXFP4_CONFIG = ShuffleConfig(unroll=4)
 
 _LANE = tl.constexpr("mov.u32 $0, %laneid;")
 
@@ -164,17 +166,23 @@ def decode_out(
     buffers: Sequence[Tensor],
     spec: QuantSpec,
     out: Tensor,
-    config: ShuffleConfig = DEFAULT_CONFIG,
+    config: ShuffleConfig | None = None,
 ) -> None:
-    """Decode into `out` on the current stream, allocating nothing; only what `takes` accepts.
+    """Decode into `out` on the current stream, allocating nothing.
+
+    What the fast kernel does not take goes to `nibble_triton`.
 
     Args:
         buffers: the codec's, contiguous.
         spec: of codec "nf4", "nvfp4" or "mxfp4".
-        out: contiguous, bf16 or fp16.
-        config: compile-time choices.
+        out: contiguous, bf16, fp16 or fp32.
+        config: compile-time choices; None: the fastest found on an H200.
     """
     codes, *scales = buffers
+    if out.numel() == 0 or not takes(codes, out, spec.block_size):
+        nibble_triton.decode_out(buffers, spec, out)
+        return
+    config = config or (MXFP4_CONFIG if spec.scales == "e8m0" else DEFAULT_CONFIG)
     n_words = out.numel() // 8
     words = 32 * config.num_warps * config.per_thread
     with on_device_of(out):
