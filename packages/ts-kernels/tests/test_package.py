@@ -92,12 +92,22 @@ def test_a_downstream_package_trains(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_examples_run():
+def readme_examples():
     readme = Path(__file__).parents[1] / "README.md"
-    examples = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(examples) == 2
+    return re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_readme_examples_run():
+    examples = readme_examples()
+    assert len(examples) == 4
     for example in examples:
-        exec(compile(example, str(readme), "exec"), {})
+        exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_the_example_of_another_library_needs_nothing_else():
+    (example,) = (text for text in readme_examples() if "class Block" in text)
+    done = run_python(example, blocked=("triton", "transformers", "peft", *SIBLINGS))
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_lists_what_is_public():
