@@ -7,8 +7,10 @@ import subprocess
 import sys
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import ts_quant
 
@@ -66,12 +68,20 @@ def readme() -> str:
     return str(payload)
 
 
-def test_the_readmes_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_examples(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
-    assert len(blocks) == 1
-    space: dict[str, object] = {}
-    exec(blocks[0], space)
+    assert len(blocks) == 2
+    space: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, space)
     printed = capsys.readouterr().out
     assert "ErrorStats(relative=0.0" in printed
     assert "nf4 497664 torch.Size([576, 1536])" in printed
-    assert space["x"].grad.shape == (4, 1536)  # type: ignore[attr-defined]
+    again, start = space["again"], space["start"]
+    assert torch.equal(again["w"].dequantize(), start.weight.dequantize())
+    assert torch.equal(again["a"], space["a"].detach()) and again["b"].shape == (96, 8)
+    untrained = ts_quant.loftq(space["weight"], "nf4", rank=8)
+    assert not torch.equal(again["b"], untrained.b)
