@@ -275,6 +275,11 @@ def test_gpt_oss_experts(tiny_config: Callable[..., Any], tmp_path: Path) -> Non
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _set_config(folder, {"quant_method": "mxfp4"})
     loaded = ts_hf.load_model(folder)
+    assert len(_stored(loaded)) == 4  # as stored, although the model holds them transposed
+    plain = ts_hf.load_model(folder, quantize=None)
+    ids = torch.randint(0, 256, (1, 7))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, plain(ids).logits)
     original = model.state_dict()
     for name, parameter in loaded.named_parameters():
         if "experts" in name and "bias" not in name:

@@ -7,7 +7,8 @@ The file's metadata says what belongs together:
     trainstream.layout   "1"
     trainstream.weights  JSON: {NAME: {"codec": "nf4", "shape": [out, in], "dtype": "bfloat16",
                          "layout": {"scales": "float32", "block_size": 64, "rows": 1},
-                         "buffers": ["codes", "absmax"]}}
+                         "buffers": ["codes", "absmax"]}}; "transposed": true where the tensor
+                         is seen with its last two dimensions swapped
 
 Any safetensors reader can open such a file; nothing needs unpickling.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from ts_quant.errors import CheckpointError, OptionError
 from ts_quant.safetensors_file import Entry, read_header, read_tensor, write_file
 from ts_quant.tensor import QuantTensor
+from ts_quant.transposed import TransposedQuantTensor
 
 LAYOUT_KEY = "trainstream.layout"
 WEIGHTS_KEY = "trainstream.weights"
@@ -56,7 +58,9 @@ def save_quantized(tensors: Mapping[str, Tensor], file: str | Path) -> Path:
     """
     flat: dict[str, Tensor] = {}
     weights: dict[str, Any] = {}
-    for name, tensor in tensors.items():
+    for name, given in tensors.items():
+        swapped = isinstance(given, TransposedQuantTensor)
+        tensor = given.stored if isinstance(given, TransposedQuantTensor) else given
         if isinstance(tensor, QuantTensor):
             spec = tensor.spec
             names = tensor.__tensor_flatten__()[0]
@@ -70,6 +74,7 @@ def save_quantized(tensors: Mapping[str, Tensor], file: str | Path) -> Path:
                     "rows": spec.rows,
                 },
                 "buffers": names,
+                **({"transposed": True} if swapped else {}),
             }
             parts = {f"{name}.{part}": getattr(tensor, part) for part in names}
         else:
@@ -163,14 +168,15 @@ def _check_description(name: str, fields: Any, entries: Mapping[str, Entry]) -> 
 
 def _build(
     file: Path, name: str, fields: Mapping[str, Any], entries: Mapping[str, Entry]
-) -> QuantTensor:
+) -> Tensor:
     try:
-        return QuantTensor.from_buffers(
+        built = QuantTensor.from_buffers(
             fields["codec"],
             {part: read_tensor(entries[f"{name}.{part}"]) for part in fields["buffers"]},
             shape=fields["shape"],
             dtype=_DTYPES[fields["dtype"]],
             layout=fields["layout"],
         )
+        return TransposedQuantTensor(built) if fields.get("transposed") is True else built
     except OptionError as error:
         raise CheckpointError(f"{file}: weight {name!r}: {error}") from error

@@ -140,10 +140,10 @@ def read_stored(target: Target, model: nn.Module, plan: Any, *, expand: bool) ->
 def expanded_because(target: Target) -> str | None:
     """Why a target's codes cannot be kept, or None."""
     entries = [entry for entry, _ in target.sources]
-    if any(isinstance(entry, StoredEntry) and entry.weight.transposed for entry in entries):
-        return "the model holds them transposed"
     if target.converter is None:
         return None
+    if any(isinstance(entry, StoredEntry) and entry.weight.transposed for entry in entries):
+        return "the model joins them transposed"
     if not all(isinstance(entry, StoredEntry) for entry in entries):
         return "the model joins them with plain tensors"
     steps = {type(step).__name__ for step in getattr(target.converter, "operations", ())}
@@ -164,7 +164,7 @@ def stored_entries(target: Target) -> list[StoredEntry]:
 
 def _build(entry: TensorEntry, dtype: torch.dtype) -> Tensor:
     assert isinstance(entry, StoredEntry)
-    built: Tensor = entry.weight.build(entry.tensors(), dtype)
+    built: Tensor = entry.weight.build_as_held(entry.tensors(), dtype)
     return built
 
 
@@ -174,8 +174,8 @@ def _expanded(target: Target, model: nn.Module) -> dict[str, Tensor]:
     def decode(entry: TensorEntry) -> Tensor:
         if not isinstance(entry, StoredEntry):
             return read_tensor(entry)
-        dense: Tensor = entry.weight.build(entry.tensors(), dtype).dequantize()
-        return dense.transpose(-1, -2).contiguous() if entry.weight.transposed else dense
+        dense: Tensor = entry.weight.build_as_held(entry.tensors(), dtype).dequantize()
+        return dense
 
     entries = [entry for entry, _ in target.sources]
     if target.converter is None:

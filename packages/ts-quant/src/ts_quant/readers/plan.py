@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ts_quant.errors import CheckpointError, NotAvailableError, OptionError
 from ts_quant.tensor import QuantTensor
+from ts_quant.transposed import TransposedQuantTensor
 
 
 class TensorInfo(Protocol):
@@ -92,6 +93,15 @@ class StoredWeight:
             CheckpointError: the tensors do not make such a weight.
         """
         return assemble(self.name, self.parts(tensors), self.shape, dtype)
+
+    def build_as_held(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """`build`, with the last two dimensions swapped where models hold the weight so.
+
+        Raises:
+            CheckpointError: the tensors do not make such a weight.
+        """
+        built = self.build(tensors, dtype)
+        return TransposedQuantTensor(built) if self.transposed else built
 
 
 def assemble(

@@ -1,0 +1,171 @@
+"""A stored weight seen with its last two dimensions swapped.
+
+Some models hold a weight the other way round than its checkpoint stores it (gpt-oss: experts as
+[experts, inputs, outputs], stored in blocks along the inputs as [experts, outputs, inputs]). Codes
+cannot be transposed without encoding again, so this keeps them as they are and swaps what is
+decoded. Like a QuantTensor it is frozen, names its inner tensors by PyTorch's protocol, and is
+decoded by every operation but copies and moves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ts_quant.errors import FrozenWeightError, OptionError
+from ts_quant.tensor import QuantTensor
+
+aten = torch.ops.aten
+
+_MOVES = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+)
+
+
+class TransposedQuantTensor(torch.Tensor):
+    """A QuantTensor's values with the last two dimensions swapped.
+
+    Args:
+        stored: the QuantTensor, of two or more dimensions. Kept, not copied.
+    """
+
+    stored: QuantTensor
+
+    @staticmethod
+    def __new__(cls, stored: QuantTensor) -> TransposedQuantTensor:
+        if stored.dim() < 2:
+            raise OptionError(
+                f"a weight of shape {tuple(stored.shape)} has no two dimensions to swap"
+            )
+        make: Any = torch.Tensor._make_wrapper_subclass
+        shape = (*stored.shape[:-2], stored.shape[-1], stored.shape[-2])
+        self: TransposedQuantTensor = make(
+            cls, shape, dtype=stored.dtype, device=stored.buffers()[0].device, requires_grad=False
+        )
+        return self
+
+    def __init__(self, stored: QuantTensor) -> None:
+        self.stored = stored
+
+    @property
+    def codec(self) -> str:
+        """Name of the format."""
+        return self.stored.codec
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the stored buffers."""
+        return self.stored.nbytes
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The inner tensors, as they are now."""
+        return self.stored.buffers()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as an ordinary, contiguous tensor."""
+        return self.stored.dequantize(dtype).transpose(-1, -2).contiguous()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], meta: None, outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> TransposedQuantTensor:
+        return TransposedQuantTensor(inner["stored"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, TransposedQuantTensor):
+            if func in _MOVES:
+                kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+                moved = func(first.stored, *args[1:], **kwargs)
+                if isinstance(moved, QuantTensor):
+                    return TransposedQuantTensor(moved)
+                return moved.transpose(-1, -2).contiguous()
+            if func is aten.copy_.default:
+                source = args[1]
+                if isinstance(source, TransposedQuantTensor):
+                    first.stored.copy_(source.stored)
+                else:
+                    first.stored.copy_(source.expand(first.shape).transpose(-1, -2).contiguous())
+                return first
+            if func is aten.is_pinned.default:
+                return func(first.stored, *args[1:], **kwargs)
+            if func is aten.select.int and args[1] == 0 and first.dim() > 2:
+                return _one(first.stored, args[2]).transpose(-1, -2)
+        _refuse_mutation(func, args, kwargs)
+        args, kwargs = tree_map(_decode, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransposedQuantTensor:
+        if id(self) not in memo:
+            memo[id(self)] = TransposedQuantTensor(copy.deepcopy(self.stored, memo))
+        found: TransposedQuantTensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise FrozenWeightError(
+            f"a stored weight ({self.codec}, shape {tuple(self.shape)}) cannot be pickled. Save "
+            f".dequantize(), or use ts_quant.save_quantized"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"TransposedQuantTensor({self.stored!r})"
+
+
+def _one(stored: QuantTensor, index: int) -> Tensor:
+    """`stored.dequantize()[index]`, decoding only that part where its codes stand alone."""
+    count = stored.shape[0]
+    rest = tuple(stored.shape[1:])
+    index = range(count)[index]
+    values = stored.numel() // count if count else 0
+    buffers = stored.buffers()
+    apart = stored.spec.scales == "e8m0" and values % stored.block_size == 0
+    if not apart or any(buffer.numel() % count for buffer in buffers):
+        return stored.dequantize()[index]
+    names = stored.__tensor_flatten__()[0]
+    part = {
+        name: buffer.view(count, -1)[index] for name, buffer in zip(names, buffers, strict=True)
+    }
+    spec = stored.spec
+    layout = {"scales": spec.scales, "block_size": spec.block_size}
+    one = QuantTensor.from_buffers(spec.codec, part, shape=rest, dtype=stored.dtype, layout=layout)
+    return one.dequantize()
+
+
+def _decode(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, TransposedQuantTensor) else value
+
+
+def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse what would write into a decoded copy."""
+    schema = func._schema  # type: ignore[attr-defined]
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if any(isinstance(leaf, TransposedQuantTensor) for leaf in tree_leaves(value)):
+            raise FrozenWeightError(
+                f"a stored weight is frozen: {func} would change it in place. Use copy_ with new "
+                f"values, or .dequantize() for an ordinary tensor"
+            )
