@@ -14,7 +14,7 @@ from ts_kernels._bases import SubclassBase
 from ts_kernels._heads import is_plain
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._lora_math import Adapter, add_update_, gradients, uses_split
-from ts_kernels._precision import compute_dtype, without_autocast
+from ts_kernels._precision import cast, compute_dtype, without_autocast
 
 
 class Dtypes(NamedTuple):
@@ -108,25 +108,24 @@ def _differentiates(*tensors: Tensor) -> bool:
 
 
 def _check(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    # attributes of a tensor subclass are slow to read: once each
+    shape = weight.shape
     if (
-        x.dim() < 1
-        or weight.dim() != 2
+        len(shape) != 2
         or a.dim() != 2
-        or b.dim() != 2
-        or x.shape[-1] != weight.shape[1]
-        or a.shape[1] != weight.shape[1]
-        or b.shape[0] != weight.shape[0]
-        or a.shape[0] != b.shape[1]
+        or x.dim() < 1
+        or not x.shape[-1] == a.shape[1] == shape[1]
+        or b.shape != (shape[0], a.shape[0])
         or a.shape[0] < 1
     ):
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}, lora_a "
+            f"x has shape {tuple(x.shape)}, weight {tuple(shape)}, lora_a "
             f"{tuple(a.shape)} and lora_b {tuple(b.shape)}; expected [..., in], [out, in], "
             f"[r, in] and [out, r] with r of at least 1."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)}; expected ({weight.shape[0]},), one per output."
+            f"bias has shape {tuple(bias.shape)}; expected ({shape[0]},), one per output."
         )
     if not x.is_floating_point() or not a.is_floating_point() or a.dtype != b.dtype:
         raise ValueError(
@@ -146,7 +145,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _add(y: Tensor, x: Tensor, adapter: Adapter) -> Tensor:
     """Adds the adapter's part to y [..., out] in place; returns what backward wants of it."""
-    return add_update_(y.view(-1, y.shape[-1]), _rows(x).to(y.dtype), adapter)
+    return add_update_(y.view(-1, y.shape[-1]), cast(_rows(x), y.dtype), adapter)
 
 
 def _forward(
@@ -161,8 +160,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(y, t)."""
     with without_autocast(x):
-        x = x.to(base)
-        y = F.linear(x, weight.to(base), None if bias is None else bias.to(base)).contiguous()
+        x = cast(x, base)
+        y = F.linear(x, cast(weight, base), None if bias is None else cast(bias, base))
+        y = y.contiguous()
         return y, _add(y, x, Adapter(a, b, scaling, adapter))
 
 
@@ -225,8 +225,8 @@ def _backward(
     want_x, want_weight, want_bias, want_a, want_b = wanted
     nothing = x.new_empty(0)
     with without_autocast(x):
-        dy2, x2 = _rows(dy), _rows(x).to(base)
-        base_dx = torch.mm(dy2, weight.to(base)) if want_x else None
+        dy2, x2 = _rows(dy), cast(_rows(x), base)
+        base_dx = torch.mm(dy2, cast(weight, base)) if want_x else None
         grads = gradients(dy2, x2, t, Adapter(a, b, scaling, adapter), base_dx, want_a, want_b)
         return (
             nothing if grads.x is None else grads.x.view(x.shape).to(x.dtype),
@@ -335,7 +335,7 @@ class _SubclassLoraLinear(torch.autograd.Function):
             dy2 = _rows(grads[0])
             base_dx = ctx.base.input_grad(grads[0]) if want_x else None
             adapter = Adapter(a, b, ctx.scaling, ctx.adapter_dtype)
-            found = gradients(dy2, _rows(x).to(dy2.dtype), t, adapter, base_dx, want_a, want_b)
+            found = gradients(dy2, cast(_rows(x), dy2.dtype), t, adapter, base_dx, want_a, want_b)
             return (
                 None if found.x is None else found.x.view(x.shape).to(x.dtype),
                 None,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ts_kernels._precision import cast
 from ts_kernels._split import factor_columns, factor_rows, merge_and_split, wide_product
 
 
@@ -53,11 +54,11 @@ def add_update_(y: Tensor, x: Tensor, adapter: Adapter) -> Tensor:
         t = merge_and_split(wide_product(x, factor_rows(a)[a.shape[0] :].t()), scaling)
         y.addmm_(t, factor_columns(b).t())
         return t
-    t = scaled_product(x.to(dtype), a.to(dtype).t(), scaling)
+    t = scaled_product(cast(x, dtype), cast(a, dtype).t(), scaling)
     if y.dtype == dtype:
-        y.addmm_(t, b.to(dtype).t())
+        y.addmm_(t, cast(b, dtype).t())
     else:
-        y.add_(t @ b.to(dtype).t())
+        y.add_(t @ cast(b, dtype).t())
     return t
 
 
@@ -79,18 +80,18 @@ def gradients(
     a, b, scaling, dtype = adapter
     if uses_split(x, dtype):
         return _split_gradients(dy, x, t, adapter, base_dx, want_a, want_b)
-    wide_dy = dy.to(dtype)
+    wide_dy = cast(dy, dtype)
     da = db = None
     if want_b:
         db = _product(wide_dy.t(), t, b.dtype)
     if want_a or base_dx is not None:
-        u = scaled_product(wide_dy, b.to(dtype), scaling)
+        u = scaled_product(wide_dy, cast(b, dtype), scaling)
         if want_a:
-            da = _product(u.t(), x.to(dtype), a.dtype)
+            da = _product(u.t(), cast(x, dtype), a.dtype)
         if base_dx is not None and base_dx.dtype == dtype:
-            base_dx.addmm_(u, a.to(dtype))
+            base_dx.addmm_(u, cast(a, dtype))
         elif base_dx is not None:
-            base_dx.add_(u @ a.to(dtype))
+            base_dx.add_(u @ cast(a, dtype))
     return AdapterGrads(base_dx, da, db)
 
 

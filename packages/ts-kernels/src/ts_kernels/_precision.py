@@ -25,6 +25,11 @@ def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """tensor.to(dtype), without the call where it has that dtype."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def matmul_dtype(tensor: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a matmul's result can be had: CUDA gives 16-bit products in float32."""
     return torch.promote_types(torch.float32, compute_dtype) if tensor.is_cuda else compute_dtype
