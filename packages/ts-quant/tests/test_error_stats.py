@@ -84,3 +84,14 @@ def test_refused() -> None:
     with pytest.raises(ts_quant.OptionError, match="not in their order"):
         ts_quant.error_stats(model, [ids], blocks=list(model.blocks)[::-1])
     assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+@pytest.mark.gpu
+def test_blocks_visit_the_gpu_one_by_one_and_come_back() -> None:
+    model = Stack(width=64, depth=3)
+    batches = [torch.randint(0, 17, (2, 50))]
+    expected = ts_quant.error_stats(model, batches, blocks=list(model.blocks))
+    found = ts_quant.error_stats(model, batches, blocks=list(model.blocks), device="cuda")
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)

@@ -184,3 +184,17 @@ def test_dora_and_several_active_adapters_are_refused() -> None:
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ts_quant.OptionError, match="2 active adapters"):
         ts_quant.init_lora_from_error(model)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_codes_of_a_cpu_and_the_same_fit() -> None:
+    weight = torch.randn(400, 320) @ torch.diag(torch.linspace(0.2, 3, 320))
+    moments = torch.rand(320) + 0.1
+    here = ts_quant.loftq(weight, "nf4", rank=16, second_moments=moments)
+    there = ts_quant.loftq(weight.cuda(), "nf4", rank=16, second_moments=moments)
+    assert there.weight.buffers()[0].is_cuda and there.b.is_cuda
+    for one, other in zip(here.weight.buffers(), there.weight.buffers(), strict=True):
+        assert torch.equal(one, other.cpu())
+    # Factors are unique only as a product, and directions of near singular values may mix.
+    assert there.error == pytest.approx(here.error, rel=1e-4)
+    assert there.error_with_factors == pytest.approx(here.error_with_factors, rel=1e-3)

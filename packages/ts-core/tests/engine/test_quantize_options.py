@@ -201,3 +201,47 @@ def test_wrap_starts_fresh_adapters_and_leaves_trained_ones() -> None:
 
 def test_a_model_without_factors_counts_zero() -> None:
     assert init_lora_from_error(tiny_model(2, 8)) == 0
+
+
+@pytest.mark.gpu
+@needs_codecs
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantize": "nf4", "keep_precise": 0.2, "double_quant": True},
+        {"quantize": "nvfp4", "keep_precise": 0.2},
+        {"quantize": "int8", "double_quant": True},
+    ],
+)
+def test_streamed_equals_resident_on_a_gpu(options: dict[str, Any]) -> None:
+    tokens = torch.randint(0, 37, (2, 6), device="cuda")
+    runs = []
+    for offload in (False, True):
+        model = tiny_model(4, WIDTH, dtype=torch.bfloat16)
+        model, optimizer = wrap(model, device="cuda", lr=1e-2, param_offload=offload, **options)
+        losses = []
+        for _ in range(4):
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        codecs_used = sorted(p.codec for p in _stored(model).values())
+        unwrap(model)
+        runs.append((losses, codecs_used))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.gpu
+@needs_codecs
+def test_adapters_start_on_a_gpu_as_on_a_cpu() -> None:
+    adapted, exact = _adapted(0)
+    blocks = list(adapted.base_model.model.layers)
+    wrap(adapted.cuda(), device="cuda", quantize="nf4", error_rank=8, blocks=blocks)
+    unwrap(adapted)
+    layer = adapted.base_model.model.layers[0].up
+    weight = exact.layers[0].up.weight.detach()
+    lost = weight - layer.base_layer.weight.dequantize().cpu()
+    delta = layer.get_delta_weight("default").detach().cpu()
+    best = float(torch.linalg.svdvals(lost)[8:].square().sum()) ** 0.5
+    assert float((lost - delta).norm()) == pytest.approx(best, rel=1e-2)
