@@ -113,6 +113,15 @@ def test_adapters_start_at_what_loading_lost(alpha: int, checkpoint: Callable[..
     )
 
 
+def test_wrap_starts_them_too(checkpoint: Callable[..., Path]) -> None:
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    model = ts_hf.load_model(checkpoint("llama"), quantize="nf4", error_rank=4)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model, _ = ts_hf.wrap_hf(peft.get_peft_model(model, config), device="host", quantize="none")
+    events = model._trainstream_session.events
+    assert any("8 adapters start at what quantization lost" in event for event in events)
+
+
 def test_state_dict_is_decoded_and_loads_back(checkpoint: Callable[..., Path]) -> None:
     model = ts_hf.load_model(checkpoint("llama"), quantize="int8")
     stored, state = _stored(model), model.state_dict()

@@ -78,6 +78,33 @@ def test_a_start_at_the_error_is_not_merged_into_the_original(
             torch.testing.assert_close(value, tensors[name], atol=1e-5, rtol=1e-4)
 
 
+def test_an_adapter_from_a_file_must_say_how_it_started(
+    checkpoint: Callable[..., Path], lora: Callable[..., Any], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    folder = checkpoint("llama")
+
+    def load() -> Any:
+        return ts_hf.load_model(folder, quantize="nf4", dtype=torch.float32, error_rank=4)
+
+    model = lora(load())
+    init_lora_from_error(model)
+    ts_hf.save_adapter(model, tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(), tmp_path / "adapter")
+    with pytest.raises(StateError, match="started=True"):
+        ts_hf.merge_adapter(again)
+    assert any("lora" in name for name in again.state_dict())  # refused, and unchanged
+    merged, _ = ts_hf.merge_adapter(again, started=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in merged.state_dict().items():
+        if name in tensors:
+            torch.testing.assert_close(value, tensors[name], atol=1e-5, rtol=1e-4)
+    bare = ts_hf.load_model(folder, quantize="nf4", dtype=torch.float32)
+    bare = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter")
+    with pytest.raises(StateError, match="holds no factors"):
+        ts_hf.merge_adapter(bare, started=True)
+
+
 @pytest.mark.parametrize("into", ["nf4", "int8"])
 def test_requantized(into: str, checkpoint: Callable[..., Path], lora: Callable[..., Any]) -> None:
     model = lora(ts_hf.load_model(checkpoint("llama"), quantize="nf4", dtype=torch.float32))

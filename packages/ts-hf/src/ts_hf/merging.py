@@ -25,6 +25,7 @@ def merge_adapter(
     into: str = ORIGINAL,
     *,
     original: str | Path | None = None,
+    started: bool | None = None,
     block_size: int = 64,
     double_quant: bool = False,
 ) -> tuple[Any, Any]:
@@ -42,6 +43,9 @@ def merge_adapter(
             the merged matrices are stored in it; those without an adapter stay as they are.
         original: folder or hub id of the full-precision checkpoint; None for the one the model was
             loaded from.
+        started: for "original", whether the adapter once started at what quantization lost. None:
+            as happened in this process. An adapter that was read from a file does not say; the
+            model must then be loaded with the `error_rank` (and iterations) of that time.
         block_size: values per scale, for a codec.
         double_quant: one-byte scales, for a codec.
 
@@ -51,7 +55,8 @@ def merge_adapter(
         weights hold; `report.rows` say so of each matrix, `report.table()` in text.
 
     Raises:
-        StateError: no adapters, a wrapped model, or adapters that are merged already.
+        StateError: no adapters, a wrapped model, adapters that are merged already, or `started` is
+            needed.
         NotAvailableError: adapters other than LoRA of matrices (DoRA, LoRA of convolutions or of
             stacked experts), or no installed package can merge.
         DataError: the original weights cannot be read, or are of another model.
@@ -67,6 +72,12 @@ def merge_adapter(
     layers = list(_lora_layers(model))
     base: Any = model.get_base_model()  # type: ignore[operator]
     originals = Originals(original or base.config.name_or_path) if into == ORIGINAL else None
+    # Whatever can be refused is refused before the first weight changes.
+    ranks = {name: 0 for name, _ in layers}
+    if originals is not None:
+        ranks = {name: _start_rank(name, layer, started) for name, layer in layers}
+        for name, _ in layers:
+            originals.require(f"{name}.weight")
     report = merging.MergeReport(into)
     uses = Counter(id(p) for m in base.modules() for p in m._parameters.values() if p is not None)
     with torch.no_grad():
@@ -80,7 +91,7 @@ def merge_adapter(
                     update,
                     into,
                     original=_original(originals, f"{name}.weight", weight.dtype),
-                    started=_started(layer, linear),
+                    started=linear.error_start.delta(ranks[name]) if ranks[name] else None,
                     block_size=block_size,
                     double_quant=double_quant,
                     name=f"{name}.weight",
@@ -162,12 +173,29 @@ def _update(name: str, layer: Any) -> Tensor:
     return total
 
 
-def _started(layer: Any, linear: nn.Module) -> Tensor | None:
-    start = getattr(linear, "error_start", None)
-    if start is None or start.started is None or start.started[0] not in layer.active_adapters:
-        return None
-    delta: Tensor = start.started_delta()
-    return delta
+def _start_rank(name: str, layer: Any, asked: bool | None) -> int:
+    """Rank of the start that the layer's adapter had at what quantization lost; 0 for none.
+
+    Raises:
+        StateError: it is not known, or asked for where there are no factors.
+    """
+    start = getattr(layer.get_base_layer(), "error_start", None)
+    if asked is False or (start is None and not asked):
+        return 0
+    if start is None:
+        raise StateError(
+            f"started=True, but {name} holds no factors of what quantization lost. Load the model "
+            f"with the error_rank it was trained with, then the adapter."
+        )
+    if start.started is not None and start.started[0] in layer.active_adapters:
+        return int(start.started[1])
+    if asked is None:
+        raise StateError(
+            f"{name} was loaded with error_rank, but its adapter was not started in this process, "
+            f"so it may or may not make up for quantization. Say started=True if it was trained "
+            f"from such a start, started=False if not."
+        )
+    return int(next(layer.r[a] for a in layer.active_adapters if a in layer.scaling))
 
 
 def _merge_bias(layer: Any, linear: Any) -> None:

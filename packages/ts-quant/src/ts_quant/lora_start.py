@@ -48,9 +48,10 @@ class ErrorStart:
 
     def started_delta(self) -> Tensor | None:
         """fp32 [out, in]: what the adapter added when it started; None if none started here."""
-        if self.started is None:
-            return None
-        rank = self.started[1]
+        return None if self.started is None else self.delta(self.started[1])
+
+    def delta(self, rank: int) -> Tensor:
+        """fp32 [out, in]: what an adapter of that rank adds when it starts here."""
         return self.b[:, :rank].float() @ self.a[:rank].float()
 
 

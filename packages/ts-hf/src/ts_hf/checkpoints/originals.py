@@ -57,11 +57,20 @@ class Originals:
         """
         if name in self._last:
             return self._last[name]
+        target = self.require(name)
+        self._last = target.read(self._model)
+        return self._last[name] if name in self._last else next(iter(self._last.values()))
+
+    def require(self, name: str) -> Target:
+        """Where the weight called `name` is read from.
+
+        Raises:
+            DataError: the checkpoint does not hold it.
+        """
         target = self._targets.get(name) or self._tied(name)
         if target is None:
             raise DataError(f"{self._folder} holds no weight {name!r}: it is of another model.")
-        self._last = target.read(self._model)
-        return self._last[name] if name in self._last else next(iter(self._last.values()))
+        return target
 
     def _tied(self, name: str) -> Target | None:
         tied: dict[str, str] = getattr(self._model, "all_tied_weights_keys", None) or {}
