@@ -26,6 +26,7 @@ from torch import Tensor
 from ts_quant.codecs import tables
 from ts_quant.codecs.base import register
 from ts_quant.codecs.blockwise import BlockwiseCodec
+from ts_quant.codecs.lookup import pair_values
 from ts_quant.codecs.scales import UnitRange
 
 _TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
@@ -75,9 +76,8 @@ class Fp4Codec(BlockwiseCodec):
         target[: q.numel() // 2].bitwise_or_(q[1::2].bitwise_left_shift(4))
 
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:
-        index = codes[start // 2 : (stop + 1) // 2].to(torch.int32)
-        pairs = torch.index_select(tables.e2m1_pairs(codes.device), 0, index)
-        return pairs.view(torch.float32)[: stop - start]
+        part = codes[start // 2 : (stop + 1) // 2]
+        return pair_values(part, tables.e2m1_pairs(codes.device))[: stop - start]
 
 
 class Nvfp4Codec(Fp4Codec):

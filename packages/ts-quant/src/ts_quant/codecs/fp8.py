@@ -22,9 +22,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ts_quant.codecs import blockwise, tables
+from ts_quant.codecs import blockwise
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, register
 from ts_quant.codecs.blockwise import BlockwiseCodec, overflow_limit
+from ts_quant.codecs.lookup import e4m3_values
 from ts_quant.codecs.scales import UnitRange
 from ts_quant.codecs.stored import BufferSize
 from ts_quant.errors import OptionError
@@ -147,12 +148,6 @@ def _below(codes: Tensor, scales: Tensor, limit: float | None) -> Tensor:
         return codes
     over = e4m3_values(codes).mul_(scales).abs_() > limit
     return codes.sub_(over.to(torch.uint8))
-
-
-def e4m3_values(codes: Tensor) -> Tensor:
-    """fp32 values of e4m3 codes (uint8), in a new tensor."""
-    flat = torch.index_select(tables.e4m3(codes.device), 0, codes.reshape(-1).to(torch.int32))
-    return flat.view(codes.shape)
 
 
 def matrices(shape: Sequence[int]) -> tuple[int, int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ts_quant.codecs.base import register
 from ts_quant.codecs.blockwise import BlockwiseCodec, normalize_
+from ts_quant.codecs.lookup import pair_values
 from ts_quant.codecs.scales import UnitRange
 
 CODEBOOK: tuple[float, ...] = (
@@ -127,9 +128,8 @@ class Nf4Codec(BlockwiseCodec):
             target[-1:].bitwise_or_(_ZERO_CODE)
 
     def decode_chunk(self, codes: Tensor, start: int, stop: int) -> Tensor:
-        index = codes[start // 2 : (stop + 1) // 2].to(torch.int32)
-        pairs = torch.index_select(_codebook_pairs(codes.device), 0, index)
-        return pairs.view(torch.float32)[: stop - start]
+        part = codes[start // 2 : (stop + 1) // 2]
+        return pair_values(part, _codebook_pairs(codes.device))[: stop - start]
 
 
 CODEC = register(Nf4Codec())

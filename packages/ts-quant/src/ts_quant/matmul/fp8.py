@@ -23,7 +23,7 @@ from torch import Tensor
 from ts_quant.codecs import tables
 from ts_quant.codecs.backend import use_triton
 from ts_quant.codecs.base import QuantSpec
-from ts_quant.codecs.fp8 import e4m3_values
+from ts_quant.codecs.lookup import e4m3_values
 from ts_quant.matmul.rows import GROUP
 
 ROWS, GROUPS = "rows", "groups"
