@@ -205,6 +205,20 @@ def test_exp_avg_sq_is_one_of_the_two_neighbours_and_right_on_average(each_level
     assert 0.7 < z.square().mean() < 1.4
 
 
+@pytest.mark.parametrize("exponent", [-50, -3, 0, 40, 63])
+def test_a_root_just_below_a_power_of_two_is_no_infinity(each_level: str, exponent: int) -> None:
+    """Its code in its own binade would be the one of infinity, or it rounds up to the power."""
+    scale = 2.0**exponent
+    for top in (1.875, 1.9, 1.9375, 1.95, 1.999):
+        numbers = torch.full((BLOCK,), (top * scale) ** 2)
+        numbers[1:] *= 1e-3
+        for seed in range(20):
+            root = Stored.of("int8", "exp_avg_sq", numbers, seed=seed).numbers().sqrt()[0] / scale
+            wanted = {1.875: [1.875], 1.9: [1.875, 1.9375], 1.9375: [1.9375]}
+            above = [1.9375] if exponent == 63 else [1.9375, 2.0]  # 2.0**64 squared overflows
+            assert root in wanted.get(top, above)
+
+
 def test_bfloat16_is_one_of_the_two_neighbours_and_right_on_average(each_level: str) -> None:
     for which in ("exp_avg", "exp_avg_sq"):
         numbers = spread(BLOCK, low=-126, high=100)

@@ -1,4 +1,4 @@
-// Four lanes: NEON of 64-bit Arm. Compiled where the target has it; not tested.
+// Four lanes: NEON of 64-bit Arm. Run under emulation only (tests/native/compare_neon.cpp).
 //
 // Included inside kernels_neon.cpp's anonymous namespace (see kernels.h for the reason).
 

@@ -1,0 +1,178 @@
+// Compares the NEON kernels with the scalar ones, bit for bit, on numbers of many magnitudes and on
+// random bit patterns. For machines that are not Arm: with a cross compiler and an emulator,
+//
+//   aarch64-linux-gnu-g++ -std=c++17 -O2 -ffp-contract=off -fno-math-errno -static \
+//       -Isrc/ts_core/csrc tests/native/compare_neon.cpp src/ts_core/csrc/kernels_neon.cpp \
+//       src/ts_core/csrc/kernels_scalar.cpp -o compare_neon && qemu-aarch64-static ./compare_neon
+//
+// (clang does as well: `zig c++ -target aarch64-linux-musl`). On an Arm machine the Python tests
+// compare the levels themselves.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace ts;
+
+namespace {
+
+std::mt19937 generator(7);
+long compared = 0;
+long different = 0;
+
+template <typename T>
+std::vector<T> random_bits(std::size_t count) {
+  std::vector<T> values(count);
+  for (T& value : values) {
+    const std::uint32_t bits = generator();
+    std::memcpy(&value, &bits, sizeof(T));
+  }
+  return values;
+}
+
+std::vector<float> numbers(std::size_t count, bool raw, bool positive = false) {
+  std::vector<float> values = random_bits<float>(count);
+  std::normal_distribution<float> normal;
+  for (float& value : values) {
+    if (!raw) value = normal(generator) * std::ldexp(1.0f, static_cast<int>(generator() % 34) - 30);
+    if (positive) value = std::fabs(value);
+  }
+  return values;
+}
+
+bool both_nan(float a, float b) { return a != a && b != b; }
+
+void count(const char* what, bool same) {
+  ++compared;
+  if (!same) {
+    ++different;
+    std::printf("%s differ\n", what);
+  }
+}
+
+void compare(const char* what, const std::vector<float>& a, const std::vector<float>& b) {
+  bool same = true;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    same = same && (std::memcmp(&a[i], &b[i], 4) == 0 || both_nan(a[i], b[i]));
+  }
+  count(what, same);
+}
+
+void compare(const char* what, const std::vector<std::uint8_t>& a,
+             const std::vector<std::uint8_t>& b) {
+  count(what, a == b);
+}
+
+// 16-bit numbers; `infinity` is that of their format.
+void compare(const char* what, const std::vector<std::uint16_t>& a,
+             const std::vector<std::uint16_t>& b, unsigned infinity) {
+  bool same = true;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const bool nan = (a[i] & 0x7fffu) > infinity && (b[i] & 0x7fffu) > infinity;
+    same = same && (a[i] == b[i] || nan);
+  }
+  count(what, same);
+}
+
+AdamWScalars scalars(bool from_m) {
+  const float correction = 0.0447f;
+  return {0.9999f,    0.37f,             from_m ? 0.1f : -0.3f, from_m, 0.999f, 0.001f,
+          correction, 1.0f / correction, 1e-8f,                 1e-2f};
+}
+
+void compare_updates(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+  for (int variant = 0; variant < 72; ++variant) {
+    const int p = variant % 3;
+    const int g = variant / 3 % 3;
+    const bool master = variant / 9 % 2 != 0;
+    const bool roots = variant / 18 % 2 != 0;
+    const AdamWScalars s = scalars(variant / 36 != 0);
+    std::vector<float> param[2], avg[2], sq[2], wide[2];
+    std::vector<std::uint16_t> half[2];
+    std::vector<float> grad = numbers(n, raw);
+    std::vector<std::uint16_t> half_grad = random_bits<std::uint16_t>(n);
+    param[0] = param[1] = numbers(n, raw);
+    half[0] = half[1] = random_bits<std::uint16_t>(n);
+    avg[0] = avg[1] = numbers(n, raw);
+    sq[0] = sq[1] = numbers(n, raw, true);
+    wide[0] = wide[1] = numbers(n, raw);
+    for (int side = 0; side < 2; ++side) {
+      void* parameters = p == 0 ? static_cast<void*>(param[side].data()) : half[side].data();
+      const void* gradients = g == 0 ? static_cast<const void*>(grad.data()) : half_grad.data();
+      float* masters = master ? wide[side].data() : nullptr;
+      const KernelTable& table = side == 0 ? neon : scalar;
+      table.adamw[p][g][master][roots](
+          s, {parameters, gradients, avg[side].data(), sq[side].data(), masters, n});
+    }
+    compare("parameters", param[0], param[1]);
+    compare("16-bit parameters", half[0], half[1], p == 1 ? 0x7f80 : 0x7c00);
+    compare("exp_avg", avg[0], avg[1]);
+    compare("exp_avg_sq", sq[0], sq[1]);
+    compare("master", wide[0], wide[1]);
+  }
+}
+
+void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+  for (int variant = 0; variant < 100; ++variant) {
+    const int type = variant % 2;
+    const int which = variant / 2 % 2;
+    const std::uint64_t key = 77 * static_cast<std::uint64_t>(variant) + 5;
+    const bool roots = type == 1 && which == 1 && variant % 8 < 4;
+    const std::vector<float> from = numbers(n, raw, which == 1);
+    std::vector<std::uint8_t> codes[2];
+    std::vector<float> scales[2], decoded[2];
+    for (int side = 0; side < 2; ++side) {
+      const MomentKernels& kernels = (side == 0 ? neon : scalar).moments[type];
+      codes[side].resize(2 * n);
+      scales[side].resize((n + kMomentBlock - 1) / kMomentBlock);
+      decoded[side].resize(n);
+      const EncodeMoments encode = roots ? kernels.encode_roots : kernels.encode[which];
+      encode(from.data(), codes[side].data(), scales[side].data(), n, key, key / 3);
+      kernels.decode[which](codes[side].data(), scales[side].data(), decoded[side].data(), n);
+    }
+    compare("codes", codes[0], codes[1]);
+    compare("scales", scales[0], scales[1]);
+    compare("decoded moments", decoded[0], decoded[1]);
+  }
+}
+
+void compare_rest(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+  for (int dtype = 0; dtype < 3; ++dtype) {
+    const std::vector<float> grad = numbers(n, raw);
+    const std::size_t elements = dtype == 0 ? n : 2 * n;
+    GradSums a{};
+    GradSums b{};
+    neon.grad_stats[dtype](grad.data(), elements, a);
+    scalar.grad_stats[dtype](grad.data(), elements, b);
+    count("counts of non-finite elements", a.nonfinite == b.nonfinite);
+    const bool same = std::memcmp(a.squares, b.squares, sizeof a.squares) == 0;
+    count("sums of squares", raw || same);  // a NaN's sign is not compared
+  }
+  std::vector<std::uint8_t> bytes[2];
+  bytes[0] = bytes[1] = random_bits<std::uint8_t>(n);
+  neon.rewrite(bytes[0].data(), n, 0x5a);
+  scalar.rewrite(bytes[1].data(), n, 0x5a);
+  compare("rewritten bytes", bytes[0], bytes[1]);
+}
+
+}  // namespace
+
+int main() {
+  if (neon_kernels() == nullptr) {
+    std::puts("this program was not compiled for 64-bit Arm");
+    return 2;
+  }
+  for (const bool raw : {false, true}) {
+    for (const std::size_t n : {1, 3, 4, 5, 15, 16, 17, 255, 256, 257, 511, 1024, 1031}) {
+      compare_updates(*neon_kernels(), *scalar_kernels(), n, raw);
+      compare_moments(*neon_kernels(), *scalar_kernels(), n, raw);
+      compare_rest(*neon_kernels(), *scalar_kernels(), n, raw);
+    }
+  }
+  std::printf("%ld comparisons, %ld differ\n", compared, different);
+  return different != 0 ? 1 : 0;
+}
