@@ -18,6 +18,53 @@ import triton.language as tl
 
 
 @triton.jit
+def _load_pairs(
+    rows,
+    row_ok,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """(a, b) [ROWS, PAIRS] in fp32 of the rows [ROWS] of pointers; neighbours are read together."""
+    if INTERLEAVED:
+        col = tl.arange(0, 2 * PAIRS)
+        ok = row_ok[:, None] & (col < ROTARY)[None, :]
+        both = tl.load(rows[:, None] + col[None, :], mask=ok, other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, [ROWS, PAIRS, 2]))
+    else:
+        col = tl.arange(0, PAIRS)
+        ok = row_ok[:, None] & (col < ROTARY // 2)[None, :]
+        a = tl.load(rows[:, None] + col[None, :], mask=ok, other=0.0)
+        b = tl.load(rows[:, None] + col[None, :] + ROTARY // 2, mask=ok, other=0.0)
+        return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(
+    rows,
+    row_ok,
+    a,
+    b,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    if INTERLEAVED:
+        col = tl.arange(0, 2 * PAIRS)
+        ok = row_ok[:, None] & (col < ROTARY)[None, :]
+        both = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
+        tl.store(rows[:, None] + col[None, :], both.to(rows.dtype.element_ty), mask=ok)
+    else:
+        col = tl.arange(0, PAIRS)
+        ok = row_ok[:, None] & (col < ROTARY // 2)[None, :]
+        target = rows[:, None] + col[None, :]
+        tl.store(target, a.to(rows.dtype.element_ty), mask=ok)
+        tl.store(target + ROTARY // 2, b.to(rows.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def _rotate_heads(
     in_ptr,
     out_ptr,
@@ -35,37 +82,31 @@ def _rotate_heads(
     cos_b,
     sin_a,
     sin_b,
-    col_a,
-    col_b,
-    pair_ok,
     ROTARY: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TAIL: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     head = (first_head + tl.arange(0, HEADS)).to(tl.int64)
     head_ok = head < heads
-    source = in_ptr + batch * in_s0 + token * in_s2
-    source += (head * in_s1)[:, None]
-    target = out_ptr + batch * out_s0 + token * out_s2
-    target += (head * out_s1)[:, None]
-    ok = head_ok[:, None] & pair_ok[None, :]
-    a = tl.load(source + col_a[None, :], mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(source + col_b[None, :], mask=ok, other=0.0).to(tl.float32)
+    source = in_ptr + batch * in_s0 + token * in_s2 + head * in_s1
+    target = out_ptr + batch * out_s0 + token * out_s2 + head * out_s1
+    a, b = _load_pairs(source, head_ok, HEADS, PAIRS, ROTARY, INTERLEAVED)
     if BACKWARD:
-        out_a = a * cos_a[None, :] + b * sin_b[None, :]
-        out_b = b * cos_b[None, :] - a * sin_a[None, :]
+        out_a = a * cos_a + b * sin_b
+        out_b = b * cos_b - a * sin_a
     else:
-        out_a = a * cos_a[None, :] - b * sin_a[None, :]
-        out_b = b * cos_b[None, :] + a * sin_b[None, :]
-    tl.store(target + col_a[None, :], out_a.to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(target + col_b[None, :], out_b.to(out_ptr.dtype.element_ty), mask=ok)
+        out_a = a * cos_a - b * sin_a
+        out_b = b * cos_b + a * sin_b
+    _store_pairs(target, head_ok, out_a, out_b, HEADS, PAIRS, ROTARY, INTERLEAVED)
     if TAIL > 0:
         col = ROTARY + tl.arange(0, TAIL)
         tail_ok = head_ok[:, None] & (col < HEAD_SIZE)[None, :]
-        rest = tl.load(source + col[None, :], mask=tail_ok, other=0.0)
-        tl.store(target + col[None, :], rest, mask=tail_ok)
+        rest = tl.load(source[:, None] + col[None, :], mask=tail_ok, other=0.0)
+        tl.store(target[:, None] + col[None, :], rest, mask=tail_ok)
 
 
 @triton.jit
@@ -111,20 +152,11 @@ def rotary_kernel(
     batch = position // tokens
     token = position % tokens
     group = tl.program_id(1)
-    pair = tl.arange(0, PAIRS)
-    pair_ok = pair < ROTARY // 2
-    if INTERLEAVED:
-        col_a = 2 * pair
-        col_b = 2 * pair + 1
-    else:
-        col_a = pair
-        col_b = pair + ROTARY // 2
-    cos_row = cos_ptr + batch * cos_s0 + token * cos_s1
-    sin_row = sin_ptr + batch * sin_s0 + token * sin_s1
-    cos_a = tl.load(cos_row + col_a, mask=pair_ok, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_row + col_b, mask=pair_ok, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_row + col_a, mask=pair_ok, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_row + col_b, mask=pair_ok, other=0.0).to(tl.float32)
+    one = tl.arange(0, 1)
+    cos_row = cos_ptr + batch * cos_s0 + token * cos_s1 + one
+    sin_row = sin_ptr + batch * sin_s0 + token * sin_s1 + one
+    cos_a, cos_b = _load_pairs(cos_row, one == 0, 1, PAIRS, ROTARY, INTERLEAVED)
+    sin_a, sin_b = _load_pairs(sin_row, one == 0, 1, PAIRS, ROTARY, INTERLEAVED)
     q_groups = tl.cdiv(q_heads, HEADS)
     if group < q_groups:
         _rotate_heads(
@@ -144,12 +176,11 @@ def rotary_kernel(
             cos_b,
             sin_a,
             sin_b,
-            col_a,
-            col_b,
-            pair_ok,
             ROTARY,
             HEAD_SIZE,
             TAIL,
+            PAIRS,
+            INTERLEAVED,
             BACKWARD,
             HEADS,
         )
@@ -171,12 +202,11 @@ def rotary_kernel(
             cos_b,
             sin_a,
             sin_b,
-            col_a,
-            col_b,
-            pair_ok,
             ROTARY,
             HEAD_SIZE,
             TAIL,
+            PAIRS,
+            INTERLEAVED,
             BACKWARD,
             HEADS,
         )
