@@ -373,6 +373,47 @@ def test_lora_on_a_decoded_weight_in_a_cuda_graph(cuda):
     assert all(map(torch.equal, captured, run(dense)))
 
 
+@pytest.mark.parametrize("dtype, adapter", [(torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("chunk_size", [100, 1024])
+@pytest.mark.parametrize("train_weight", [True, False])
+def test_cross_entropy_with_an_adapter_on_the_output_layer(
+    cuda, dtype, adapter, chunk_size, train_weight
+):
+    rows, classes, width, rank = 513, 32003, 128, 8
+    targets = torch.randint(0, classes, (rows,), device=cuda)
+    targets[::3] = -100
+    weight = tensor(classes, width, dtype=dtype, scale=width**-0.5)
+    given = [
+        tensor(rows, width, dtype=dtype),
+        tensor(rank, width, dtype=adapter, scale=width**-0.5),
+        tensor(classes, rank, dtype=adapter),
+        *([weight] if train_weight else []),
+    ]
+
+    def run(function, **kw):
+        def loss(hidden, a, b, head=None):
+            if head is None:
+                head = weight.detach().to(hidden.dtype)
+            lora = ts_kernels.LoraAdapter(a, b, 0.7)
+            return function(hidden, head, targets, lora=lora, **kw)
+
+        return loss
+
+    def check(actual, plain, exact, what):  # of one number the error may be small by luck
+        if exact.dim():
+            assert_rounding_tier(actual, plain, exact, what)
+        else:
+            assert (actual - exact).abs() <= 2**-12 * exact.abs(), what
+
+    compare_with_reference(
+        run(ts_kernels.chunked_cross_entropy, chunk_size=chunk_size),
+        run(reference.chunked_cross_entropy),
+        given,
+        [torch.tensor(3.0, device=cuda)],
+        check,
+    )
+
+
 class Norm(nn.Module):
     def __init__(self, width):
         super().__init__()
