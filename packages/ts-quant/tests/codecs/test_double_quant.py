@@ -64,6 +64,7 @@ def test_bytes_per_weight() -> None:
 )
 @example([3.4028234663852886e38, -3.4028234663852886e38, 1.0], 2, "int8")
 @example([1.401298464324817e-45, 0.0, -1.401298464324817e-45, 5e-45], 2, "nf4")
+@example([0.0, 4506.0, 3.157125440123813e-42], 2, "nf4")
 def test_no_value_is_further_than_half_a_step_of_the_scale_that_is_used(
     values: list[float], block_size: int, codec: str
 ) -> None:

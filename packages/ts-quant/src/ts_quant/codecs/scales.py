@@ -112,7 +112,7 @@ class Log8Scales(ScaleLayout):
         ratio = padded / largest.masked_fill(largest == 0, 1.0)[:, None]
         thresholds = tables.log8_thresholds(absmax.device, unit.round_up)
         codes = torch.bucketize(ratio, thresholds, out_int32=True).add_(1).clamp_(max=255)
-        codes = codes.masked_fill_(ratio == 0, 0).to(torch.uint8).view(-1)[: absmax.numel()]
+        codes = codes.masked_fill_(padded == 0, 0).to(torch.uint8).view(-1)[: absmax.numel()]
         buffers = [codes.clone(), largest]
         return buffers, self.read(buffers, 0, absmax.numel())
 
