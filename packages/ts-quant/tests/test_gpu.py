@@ -128,6 +128,24 @@ def test_other_layouts_give_the_bytes_and_values_of_a_cpu(
             assert_same_bits(there.dequantize(dtype), here.dequantize(dtype))
 
 
+@pytest.mark.parametrize(("codec", "options"), LAYOUTS, ids=str)
+def test_other_layouts_in_a_cuda_graph(codec: str, options: dict[str, Any]) -> None:
+    q = ts_quant.quantize(torch.randn(256, 320, device="cuda"), codec, **options)
+    out = torch.empty(256, 320, dtype=torch.bfloat16, device="cuda")
+    q.dequantize(out=out)  # compiles the kernel, makes the tables
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    q.dequantize(out=out)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q.dequantize(out=out)
+    new = torch.randn(256, 320, device="cuda")
+    q.copy_(new)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert_same_bits(out, ts_quant.quantize(new, codec, **options).dequantize(torch.bfloat16))
+
+
 @pytest.mark.parametrize("block_size", [62, 64])
 def test_nested_scales_decode_as_on_a_cpu(block_size: int) -> None:
     n = 64 * 6000

@@ -10,13 +10,17 @@ import torch
 
 
 @cache
-def _driver() -> Any:
-    """The CUDA driver; torch has loaded it already."""
+def _capture_info() -> tuple[Any, int]:
+    """The driver's function (torch has loaded the driver already), and how many of its last
+    arguments may be null."""
     library = ctypes.CDLL("libcuda.so.1")
-    function = library.cuStreamGetCaptureInfo_v2
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_void_p] * 3]
-    function.restype = ctypes.c_int
-    return function
+    for name, unused in (("cuStreamGetCaptureInfo_v2", 3), ("cuStreamGetCaptureInfo_v3", 4)):
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = [ctypes.c_void_p] * (3 + unused)
+            function.restype = ctypes.c_int
+            return function, unused
+    raise OSError("libcuda.so.1 has no cuStreamGetCaptureInfo")
 
 
 def capture_id(device: torch.device, stream: int) -> int:
@@ -28,8 +32,10 @@ def capture_id(device: torch.device, stream: int) -> int:
         return 0
     status, number = ctypes.c_int(0), ctypes.c_uint64(0)
     try:
-        code = _driver()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    except (OSError, AttributeError):
+        function, unused = _capture_info()
+        pointers = ctypes.byref(status), ctypes.byref(number)
+        code = function(stream, *pointers, *[None] * unused)
+    except OSError:
         code = -1
     if code == 0 and number.value:
         return number.value
