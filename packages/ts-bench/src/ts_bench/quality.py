@@ -211,12 +211,9 @@ def _store(model: Any, case: Case, settings: QualitySettings, text: _Text) -> di
     blocks = find_decoder_layers(model)
     if case.codec is None:
         return {"bytes_per_weight": 2.0, "weight_error": 0.0, "kept_precise": 0}
-    moments = None
+    calibration = None
     if case.uses_data:
-        from ts_quant import error_stats
-
-        batches = [{"input_ids": rows.to(settings.device)} for rows in text.train[:16].split(4)]
-        moments = error_stats(model, batches, blocks=blocks)
+        calibration = [{"input_ids": rows.to(settings.device)} for rows in text.train[:16].split(4)]
     weights = sum(
         module.weight.numel()
         for block in blocks
@@ -224,7 +221,7 @@ def _store(model: Any, case: Case, settings: QualitySettings, text: _Text) -> di
         if isinstance(module, torch.nn.Linear)
     )
     options: dict[str, Any] = dict(case.options)
-    found = quantize_model(model, case.codec, blocks=blocks, second_moments=moments, **options)
+    found = quantize_model(model, case.codec, blocks=blocks, calibration=calibration, **options)
     report = found["report"]
     return {
         "bytes_per_weight": round(found["bytes_after"] / weights, 4),

@@ -60,6 +60,39 @@ def test_keep_precise_stores_what_loses_most_in_the_next_format() -> None:
 
 
 @needs_codecs
+def test_calibration_lowers_the_output_error_of_the_start() -> None:
+    tokens = [torch.randint(0, 37, (4, 9)) for _ in range(3)]
+    errors = {}
+    for name, calibration in (("plain", None), ("data", tokens)):
+        model = tiny_model(2, WIDTH)
+        with torch.no_grad():  # inputs whose channels differ in size
+            for block in model.layers:
+                block.norm.weight.copy_(torch.logspace(-1.5, 1, WIDTH))
+        x: list[torch.Tensor] = []
+        model.layers[0].up.register_forward_pre_hook(lambda m, args, x=x: x.append(args[0]))
+        exact = model.layers[0].up.weight.detach().clone()
+        for batch in tokens:
+            model(batch)
+        x[:] = [part.detach() for part in x]
+        quantize_model(model, "nf4", error_rank=8, calibration=calibration)
+        start = model.layers[0].up.error_start
+        near = model.layers[0].up.weight.dequantize() + start.b @ start.a
+        inputs = torch.cat(x[:3]).flatten(0, 1)
+        errors[name] = float((inputs @ (exact - near).t()).norm())
+    assert errors["data"] < 0.9 * errors["plain"]
+
+
+def test_calibration_needs_a_codec_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bare:
+        API_VERSION = 1
+        name = "bare"
+
+    monkeypatch.setattr(codecs, "get", lambda name: Bare())
+    with pytest.raises(OptionError, match="'bare' makes no use of calibration"):
+        quantize_model(tiny_model(2, 8), "bare", calibration=[torch.zeros(1, 3, dtype=torch.long)])
+
+
+@needs_codecs
 def test_state_dict_holds_ordinary_tensors_and_loads_back() -> None:
     model = tiny_model(2, WIDTH)
     quantize_model(model, "int8")

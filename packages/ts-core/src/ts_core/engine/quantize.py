@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ def quantize_model(
     double_quant: bool = False,
     joint_budget: float | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
+    calibration: Iterable[Any] | None = None,
     device: Device | None = None,
 ) -> dict[str, Any]:
     """Store the frozen linear weights of the blocks in a codec's format, one at a time.
@@ -53,6 +54,9 @@ def quantize_model(
             each matrix compete for; replaces `keep_precise`.
         second_moments: E[x^2] per input channel, by the linear layer's name
             (`ts_quant.error_stats`); weighs what is lost.
+        calibration: batches to collect `second_moments` from, block by block, before anything is
+            stored: what the model is called with (dicts of arguments, tuples or tensors); a few
+            thousand tokens suffice.
         device: where the encoding runs (the result stays on the weight's device).
 
     Returns:
@@ -76,6 +80,8 @@ def quantize_model(
             f"quantize={quantize!r} found no frozen linear weight in {len(stack)} blocks. Freeze "
             f"the base model (or add adapters) before wrapping, or use quantize='none'."
         )
+    if calibration is not None:
+        second_moments = _collect(codec, model, stack, calibration, work)
     wanted: dict[str, Any] = {
         "keep_precise": keep_precise,
         "error_rank": error_rank,
@@ -121,6 +127,28 @@ def quantize_model(
         "pinned_bytes": pinned,
         "report": None if storer is None else storer.report,
     }
+
+
+def _collect(
+    codec: Any,
+    model: nn.Module,
+    stack: Sequence[nn.Module],
+    batches: Iterable[Any],
+    device: Device,
+) -> dict[str, Tensor]:
+    """E[x^2] of the linear layers' inputs, by the codec's own means."""
+    collect = getattr(codec, "error_stats", None)
+    if collect is None:
+        raise OptionError(
+            f"the codec {codec.name!r} makes no use of calibration batches. Leave them out, or use "
+            f"a codec of ts-quant."
+        )
+    place = device.torch_device if device.separate_memory else None
+    try:
+        found: dict[str, Tensor] = collect(model, batches, blocks=stack, device=place)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
+    return found
 
 
 def make_storer(

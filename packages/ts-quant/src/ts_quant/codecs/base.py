@@ -116,6 +116,13 @@ class Codec(ABC):
         return merge
 
     @staticmethod
+    def error_stats(model: nn.Module, batches: Any, **options: Any) -> dict[str, Tensor]:
+        """`ts_quant.error_stats`: E[x^2] of every linear layer's inputs, from a little data."""
+        from ts_quant.error_stats import error_stats
+
+        return error_stats(model, batches, **options)
+
+    @staticmethod
     def configure_matmul(model: nn.Module, **options: Any) -> int:
         """`ts_quant.configure_matmul`: how a model's stored weights are multiplied."""
         from ts_quant.matmul.options import configure_matmul
