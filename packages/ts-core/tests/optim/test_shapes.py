@@ -39,7 +39,7 @@ shapes = st.lists(
     turned=st.booleans(),
     clip=st.sampled_from([None, 0.1]),
     micro=st.integers(1, 3),
-    place=st.sampled_from(["host", "zero_copy", "streamed", "resident"]),
+    place=st.sampled_from(["host", "zero_copy", "resident"]),
     linked=st.booleans(),
     skipped=st.sets(st.integers(0, 4), max_size=2),
     seed=st.integers(0, 99),

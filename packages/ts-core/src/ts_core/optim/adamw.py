@@ -29,6 +29,7 @@ from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
 from ts_core.optim.pipeline import UpdatePipeline
+from ts_core.optim.rates import measure_rates
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.storage import Storage
 from ts_core.transfer import CopyEngine
@@ -61,13 +62,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
         mode: "cpu": host threads. "gpu": a kernel on the device that reads and writes state in
             pinned host memory. "hybrid": split by measured speed between state in device memory,
-            state that streams through the device, and host threads. "auto": "hybrid" on a GPU.
+            state in pinned memory that the device reads and writes over the link, and host
+            threads. "auto": "hybrid" on a GPU.
         max_grad_norm: clip the global gradient norm to this, exactly; None does not clip.
         compute_grad_norm: fill `last_grad_norm` without clipping.
         skip_nonfinite: leave out a step whose gradients hold NaN or infinities (they are reported
             in any case); like clipping, it needs the whole gradient before any update.
         threads: host threads of the update; None for all usable cores.
-        chunk_elems: values per piece of streamed state; host updates go in pieces of 16 times that.
+        chunk_elems: host updates of long tensors go in pieces of 16 times that, so that new values
+            leave while the rest is updated.
         accumulation_steps: backward passes per step(); one more raises StateError.
         eager: start a bucket's update during backward when its last gradient has come.
             None: on, unless the norm is needed.
@@ -126,7 +129,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._warned_late = False
         self._on_event = on_event
         self._storage = Storage(
-            mode, kind, seed, chunk_elems, bool(pin_moments), lambda: self.threads
+            mode, kind, seed, chunk_elems, bool(pin_moments), lambda: self.threads, self._say
         )
         self._storage.use(device, copies, arena or default_arena())
         self.headroom = 0.10
@@ -340,7 +343,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             )
         ):
             self._split = HybridSplit(
-                storage.device, storage.copies, storage.arena, self._room_bytes, self._say
+                storage.device,
+                functools.partial(measure_rates, storage.copies, storage.arena, self.threads),
+                self._room_bytes,
+                self._say,
             )
 
     # -- during backward ----------------------------------------------------------------------
@@ -569,7 +575,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def place_state(self, places: Sequence[str]) -> None:
         """Move the state of each bucket, in order of `buckets`.
 
-        Places are "host", "zero_copy", "streamed" and "resident". Values are kept bit
+        Places are "host", "zero_copy" and "resident". Values are kept bit
         for bit. Between steps; waits for updates in flight.
 
         Raises:
@@ -589,12 +595,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         """The pieces that are transferred and updated as one, in the order of the groups."""
         return self._buckets
 
-    @property
-    def streaming_bytes(self) -> int:
-        """Device memory that streamed state would take: buffers, gradients in flight."""
-        ring = self._storage.ring_bytes(any(bucket.has_master for bucket in self._buckets))
-        return ring + 2 * self._storage.device_inflight_bytes()
-
     def _room_bytes(self) -> int:
         """Device memory that state may take: what a step's peak leaves below the headroom."""
         device = self._storage.device
@@ -606,7 +606,8 @@ class OffloadAdamW(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
         grad_norm, resident, link counters."""
-        link = self._storage.link_bytes()
+        copies = self._storage.copies
+        link = {} if copies is None else copies.stats()
         values: dict[str, int] = {}
         for bucket in self._buckets:
             name = bucket.place.name
@@ -623,8 +624,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             "device_state_bytes": sum(b.place.device_bytes() for b in self._buckets),
             "grad_norm": self.last_grad_norm,
             "resident": self.resident,
-            "d2h_bytes": link["d2h"],
-            "h2d_bytes": link["h2d"],
+            "d2h_bytes": link["d2h"].bytes if link else 0,
+            "h2d_bytes": link["h2d"].bytes if link else 0,
         }
 
 

@@ -23,8 +23,8 @@ DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-# Programs of a kernel that waits for the link: enough bytes in flight to fill it, while most of
-# the GPU is left to the computation beside it.
+# Programs of a kernel that waits for the link, at most: enough bytes in flight to fill it. Never on
+# more than half of the processors, for the computation beside it.
 LINK_PROGRAMS = 64
 _BLOCK = 1024
 
@@ -76,12 +76,12 @@ def update_on_device(
     if param.numel() == 0:
         return
     if param.device.type == "cpu":
-        _update_on_host(param, grad, state, hyper, step, scale)
+        update_on_host(param, grad, state, hyper, step, scale, 0)
         return
     kernel = _kernel()
     s = scalars(hyper, step, scale)
     blocks = -(-param.numel() // _BLOCK)
-    programs = min(blocks, LINK_PROGRAMS) if over_link else min(blocks, 8192)
+    programs = min(blocks, _link_programs(param.device) if over_link else 8192)
     master = param if state.master is None else state.master
     with torch.cuda.device(param.device):
         kernel[(programs,)](
@@ -143,14 +143,16 @@ def _fp32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def _update_on_host(
+def update_on_host(
     param: torch.Tensor,
     grad: torch.Tensor,
     state: DeviceState,
     hyper: Hyper,
     step: int,
     scale: float,
+    threads: int,
 ) -> None:
+    """The same update on flat CPU tensors by `threads` host threads (0: all usable cores)."""
     _native.adamw_step(
         param.data_ptr(),
         DTYPE_NAMES[param.dtype],
@@ -167,7 +169,14 @@ def _update_on_host(
         weight_decay=hyper.weight_decay,
         step=step,
         grad_scale=scale,
+        threads=threads,
     )
+
+
+@functools.cache
+def _link_programs(device: torch.device) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(min(LINK_PROGRAMS, int(processors) // 2), 1)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Where a bucket's optimizer state lives, and how it is updated there.
 
 - host: state in RAM, host threads; gradients come over the link, new values go back.
-- zero_copy, streamed, resident: updated by the device (`device_places`).
+- zero_copy, resident: updated by the device (`device_places`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ts_core.optim.layout import Hyper
 from ts_core.optim.moments import Moments
 from ts_core.transfer import CopyEngine, edges
 
-NAMES = ("host", "zero_copy", "streamed", "resident")
+NAMES = ("host", "zero_copy", "resident")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Place(ABC):
 
     Attributes:
         name: one of NAMES.
-        on_device: gradients stay on the device and are read there.
+        on_device: the device does the update, and gradients stay there for it.
         seconds: of the last update's own work where the host does it.
     """
 
@@ -91,9 +91,17 @@ class Place(ABC):
         return 0
 
     def take_values(self, offset: int, values: torch.Tensor) -> None:
-        """The user wrote these parameter values (1-D, on the device): they count from now on."""
-        if "master" in self.live():
-            self.write("master", offset, values.float())
+        """The user wrote these parameter values (1-D, on the device): they count from now on.
+
+        A master copy keeps its digits where it rounds to the very value that was written (a state
+        dict loaded back, say).
+        """
+        master = self.live().get("master")
+        if master is not None:
+            held = master[offset : offset + values.numel()]
+            written = values.to(held.device)
+            same = held.to(written.dtype) == written
+            self.write("master", offset, torch.where(same, held, written.float()))
         self.take_rounded(offset, values)
 
     def take_rounded(self, offset: int, values: torch.Tensor) -> None:  # noqa: B027

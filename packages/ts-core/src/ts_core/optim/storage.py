@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ts_core.device import Device, resolve_device
-from ts_core.errors import OptionError, StateError
+from ts_core.errors import OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim.buckets import Bucket
-from ts_core.optim.device_places import DevicePlace, DeviceWork, StreamedPlace, StreamRing
+from ts_core.optim.device_places import DevicePlace, DeviceWork
 from ts_core.optim.layout import FlatLayout, is_sharded, local, partition
 from ts_core.optim.places import NAMES, HostPlace, Place
 from ts_core.transfer import CopyEngine
 
 _PIECES_PER_HOST_CALL = 16
-_PIECES_PER_STREAMED = 4
 
 
 class Storage:
@@ -29,6 +28,7 @@ class Storage:
         chunk_elems: values per piece.
         pinned: page-lock host state too.
         threads: returns the number of host threads.
+        say: told when state cannot be where it was wanted.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Storage:
         chunk_elems: int,
         pinned: bool,
         threads: Callable[[], int],
+        say: Callable[[str], None],
     ) -> None:
         self.mode = mode
         self.kind = kind
@@ -49,8 +50,8 @@ class Storage:
         self._chunk = chunk_elems
         self._pinned = pinned
         self._threads = threads
+        self._say = say
         self._work: DeviceWork | None = None
-        self._rings: dict[bool, StreamRing] = {}
 
     def use(self, device: Device | None, copies: CopyEngine | None, arena: PinnedArena) -> None:
         """Work for this device, over this link, with this host memory."""
@@ -76,8 +77,7 @@ class Storage:
                     f"this process. Shard it along its first dimension."
                 )
             layout = FlatLayout(members)
-            name = "zero_copy" if self.mode == "gpu" else "host"
-            place = self._place(name, layout, self._seed * 1_000_003 + first + number)
+            place = self._first_place(layout, self._seed * 1_000_003 + first + number)
             yield Bucket(layout, group_index, copies, self.arena, place)
 
     def move(self, buckets: Sequence[Bucket], places: Sequence[str]) -> None:
@@ -97,23 +97,25 @@ class Storage:
                 bucket.move(self._place(name, bucket.layout, self._seed * 1_000_003 + number))
 
     def settle(self) -> None:
-        """Wait until all state is where it is kept, so that it may be read or written."""
+        """Wait until the device has finished with all state, so that it may be read or written."""
         if self._work is not None:
             self._work.stream.synchronize()
-            self._work.copies.synchronize()
 
-    def link_bytes(self) -> dict[str, int]:
-        """Bytes that went each way: gradients and values, and streamed state."""
-        engines = [self.copies, None if self._work is None else self._work.copies]
-        totals = {"d2h": 0, "h2d": 0}
-        for engine in engines:
-            for name, stats in ({} if engine is None else engine.stats()).items():
-                totals[name] += stats.bytes
-        return totals
-
-    def ring_bytes(self, master: bool) -> int:
-        """Device memory of the buffers that streamed state passes through."""
-        return 3 * self._chunk * _PIECES_PER_STREAMED * 4 * (3 if master else 2)
+    def _first_place(self, layout: FlatLayout, seed: int) -> Place:
+        """Device updates where they may be wanted: what they take is measured before a split."""
+        assert self.copies is not None
+        linked = self.copies.device.separate_memory
+        wanted = self.mode == "gpu" or (self.mode in ("auto", "hybrid") and linked)
+        if not wanted or self.kind != "float32":
+            return self._place("host", layout, seed)
+        try:
+            return self._place("zero_copy", layout, seed)
+        except OutOfBudgetError as error:
+            if self.mode == "gpu":
+                raise
+            self.mode = "cpu"
+            self._say(f"optimizer state stays with host threads: {error}")
+            return self._place("host", layout, seed)
 
     def device_inflight_bytes(self) -> int:
         """Device memory of gradients that wait for device updates, in the queue and on the stream
@@ -142,16 +144,7 @@ class Storage:
                 piece=self._chunk * _PIECES_PER_HOST_CALL,
                 pinned=self._pinned,
             )
-        if name == "streamed":
-            return StreamedPlace(target, self._ring(layout), self.arena)
-        return DevicePlace(target, self.device_work(), self.arena, resident=name == "resident")
-
-    def _ring(self, layout: FlatLayout) -> StreamRing:
-        master = layout.dtype is not torch.float32
-        if master not in self._rings:
-            piece = self._chunk * _PIECES_PER_STREAMED
-            self._rings[master] = StreamRing(self.device_work(), piece, master)
-        return self._rings[master]
+        return DevicePlace(target, self.device_work(), self.arena, name)
 
     def _link_for(self, param: torch.nn.Parameter) -> CopyEngine:
         here = local(param.data).device
