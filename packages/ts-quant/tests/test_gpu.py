@@ -18,6 +18,8 @@ pytestmark = pytest.mark.gpu
 
 SHAPES = [(0,), (1,), (2,), (7,), (63,), (65,), (129, 8), (33, 62), (5, 3, 7), (1000, 1003)]
 BLOCK_SIZES = [2, 6, 8, 32, 62, 64, 128, 4096]
+FORMATS = [(codec, size) for codec in ("nf4", "int8") for size in BLOCK_SIZES]
+FORMATS += [("fp8", 32), ("nvfp4", 16), ("mxfp4", 32)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -53,7 +55,7 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("codec", "block_size"), FORMATS)
 def test_the_bytes_are_those_of_a_cpu(codec: str, block_size: int, dtype: torch.dtype) -> None:
     weights = [torch.randn(shape).to(dtype) for shape in SHAPES]
     if dtype is not torch.float64:
@@ -76,7 +78,7 @@ def test_chunks_on_a_gpu_change_nothing(codec: str, monkeypatch: pytest.MonkeyPa
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("codec", "block_size"), FORMATS)
 def test_the_decoded_values_are_those_of_a_cpu(codec: str, block_size: int) -> None:
     for w in [*(torch.randn(shape) for shape in SHAPES), hard_values(torch.float32)]:
         here = ts_quant.quantize(w, codec, block_size)

@@ -79,7 +79,7 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
                 return list(fp8_groups(rows))
             return nvfp4.quantize_activation(rows, share)
 
-    return Prepared(kind, tuple(shared(given, (kind, share), make)))
+    return Prepared(kind, tuple(shared(given, weight, (kind, share), make)))
 
 
 def _misaligned(weight: QuantTensor) -> bool:
