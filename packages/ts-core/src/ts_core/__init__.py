@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         wrap,
     )
     from ts_core.engine.kv_cache import PagedKVCache
-    from ts_core.engine.streamed import StreamedModel
     from ts_core.engine.served import init_lora_from_error
+    from ts_core.engine.streamed import StreamedModel
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
     from ts_core.optim import OffloadAdamW
