@@ -35,6 +35,7 @@ from ts_quant.storage_report import MatrixReport, StorageReport
 from ts_quant.stored import iterate_quantized, load_quantized, save_quantized
 from ts_quant.storing import Stored, Storer
 from ts_quant.tensor import QuantTensor
+from ts_quant.transposed import TransposedQuantTensor
 
 __version__ = "0.8.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "Stored",
     "StoredWeight",
     "Storer",
+    "TransposedQuantTensor",
     "choose",
     "configure_matmul",
     "error",
