@@ -61,7 +61,7 @@ def test_good_arguments_are_accepted() -> None:
         ({"weight_decay": float("inf")}, "weight_decay=inf"),
         ({"step": 0}, "step=0: expected 1 for the first update"),
         ({"step": -3}, "step=-3"),
-        ({"grad_scale": float("nan")}, "grad_scale=nan"),
+        ({"grad_scale": float("inf")}, "grad_scale=inf"),
         ({"threads": -1}, "threads=-1"),
         ({"moments": "fp8"}, "moments='fp8' is not one of 'float32', 'bfloat16', 'int8'"),
         ({"moments": "int8"}, "exp_avg_scale_ptr is a null pointer; 4 bytes were expected"),

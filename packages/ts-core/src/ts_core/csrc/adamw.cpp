@@ -98,7 +98,8 @@ void check_options(const AdamWOptions& o) {
   require(std::isfinite(o.weight_decay) && o.weight_decay >= 0, "weight_decay", o.weight_decay,
           "a finite number >= 0");
   require(o.step >= 1, "step", static_cast<double>(o.step), "1 for the first update, then 2, ...");
-  require(std::isfinite(o.grad_scale), "grad_scale", o.grad_scale, "a finite number");
+  // NaN is torch's clipping factor for gradients that hold NaN; everything becomes NaN, as there.
+  require(!std::isinf(o.grad_scale), "grad_scale", o.grad_scale, "a finite number or NaN");
 }
 
 void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Rounding& rounding,
