@@ -13,9 +13,25 @@ from torch.utils.checkpoint import checkpoint
 
 import ts_quant
 from ts_quant import QuantTensor
+from ts_quant.matmul import dispatch
 
 MakeLinear = Callable[..., nn.Linear]
 N_IN, N_OUT = 96, 80
+
+
+@pytest.fixture(autouse=True)
+def _without_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are tests of the layer that decodes; tests/matmul has the others."""
+    monkeypatch.setattr(dispatch, "_supported", lambda device, kind: False)
+
+
+@pytest.fixture(params=["nf4", "fp8"])
+def codec(request: pytest.FixtureRequest) -> str:
+    """What a layer does depends on the format only through decoding."""
+    name: str = request.param
+    return name
+
+
 SHAPES = [(N_IN,), (1, N_IN), (7, N_IN), (0, N_IN), (3, 5, N_IN), (2, 0, N_IN), (2, 3, 4, N_IN)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -28,6 +28,7 @@ class Block(nn.Module):
             linear.weight = nn.Parameter(
                 ts_quant.quantize(linear.weight, codec), requires_grad=False
             )
+            ts_quant.configure_matmul(linear, tensor_cores=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.q_proj(x)
