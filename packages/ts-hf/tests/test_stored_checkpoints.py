@@ -280,6 +280,11 @@ def test_gpt_oss_experts(tiny_config: Callable[..., Any], tmp_path: Path) -> Non
     ids = torch.randint(0, 256, (1, 7))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, plain(ids).logits)
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    for name, parameter in _stored(loaded).items():
+        theirs = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+        assert torch.equal(parameter.dequantize(), theirs), name
     original = model.state_dict()
     for name, parameter in loaded.named_parameters():
         if "experts" in name and "bias" not in name:

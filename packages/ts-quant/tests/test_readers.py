@@ -1,8 +1,8 @@
 """Checkpoints of other libraries, read as they are stored.
 
-bitsandbytes' tensors are written by that library here; compressed-tensors' come from
-data/compressed_tensors.safetensors, written by compressed-tensors 0.20.1 together with the values
-it decodes them to. The others are written by hand, from the formats' definitions.
+bitsandbytes' tensors are written by that library here; those of compressed-tensors 0.20.1 and
+nvidia-modelopt 0.47.0 come from files in data/, written by these libraries together with the values
+they decode them to. The others are written by hand, from the formats' definitions.
 """
 
 from __future__ import annotations
@@ -142,6 +142,18 @@ def test_modelopt_nvfp4(scalar: bool, algorithm: str, where: str) -> None:
     expected = _unpack(tensors["x.weight"]) * scale.repeat_interleave(16, dim=1)
     torch.testing.assert_close(found["x.weight"].dequantize(), expected, rtol=1e-6, atol=0)
     assert found["x.weight"].codes.data_ptr() == tensors["x.weight"].data_ptr()
+
+
+def test_modelopt_golden_file() -> None:
+    entries, _ = read_header(DATA / "modelopt.safetensors")
+    golden = {name: read_tensor(entry) for name, entry in entries.items()}
+    expected, original = golden.pop("x.expected"), golden.pop("x.original")
+    q = _read(golden, {"quant_method": "modelopt", "quant_algo": "NVFP4"})["x.weight"]
+    torch.testing.assert_close(q.dequantize(), expected, rtol=3e-7, atol=0)
+    # And what this package encodes has ModelOpt's bytes.
+    ours = ts_quant.quantize(original, "nvfp4")
+    for one, other in zip(ours.buffers(), q.buffers(), strict=True):
+        assert torch.equal(one.view(other.dtype).flatten(), other.flatten())
 
 
 def test_modelopt_mixed_precision_with_exclusions() -> None:
