@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ts_core import memory_report, quantize_model, unwrap, wrap
+from ts_core.config import WrapOptions
 from ts_core.engine.quantize import make_storer
+from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
 from ts_core.engine.served import init_lora_from_error
 from ts_core.errors import OptionError
 from ts_core.registry import codecs
@@ -57,6 +59,44 @@ def test_keep_precise_stores_what_loses_most_in_the_next_format() -> None:
     rows = found["report"].rows
     assert set(rows) == set(_stored(model))
     assert "int8 leaves" in rows["layers.1.up.weight"].reason
+
+
+@needs_codecs
+def test_a_joint_budget_is_spent_on_precision_and_rank() -> None:
+    base = quantize_model(tiny_model(3, WIDTH), "nf4")["bytes_after"]
+    model = tiny_model(3, WIDTH)
+    with torch.no_grad():
+        model.layers[0].up.weight *= 1 + 14 * (torch.rand(2 * WIDTH, WIDTH) < 0.02)
+        left, right = torch.randn(WIDTH, 2), torch.randn(2, 2 * WIDTH)
+        model.layers[1].down.weight.copy_(0.01 * torch.randn(WIDTH, 2 * WIDTH) + left @ right)
+    found = quantize_model(model, "nf4", joint_budget=0.3)
+    rows = found["report"].rows
+    factors = sum(
+        2 * sum(p.numel() for p in (m.error_start.a, m.error_start.b))
+        for m in model.modules()
+        if hasattr(m, "error_start")
+    )
+    assert found["bytes_after"] + factors <= 1.3 * base + 8
+    assert found["kept_precise"] or found["report"].rank_pattern()
+    assert found["kept_precise"] == sum(row.codec == "int8" for row in rows.values())
+    assert {row.reason for row in rows.values()} != {"as asked"}
+
+
+@needs_codecs
+def test_options_under_auto_that_the_chosen_codec_lacks_are_left_out_and_said() -> None:
+    options = WrapOptions(quantize="auto", keep_precise=0.05, double_quant=True)
+    said: list[str] = []
+    found = quantize_options(options, "int8", said.append)
+    assert found["keep_precise"] == 0 and found["double_quant"] is True
+    assert len(said) == 1 and "keep_precise=0.05 left out" in said[0]
+    found = quantize_options(options, "nvfp4", said.append)
+    assert found["keep_precise"] == 0.05 and found["double_quant"] is False
+    assert "double_quant=True left out" in said[1]
+    plain = codecs.get("nf4").bytes_per_weight(64, True)
+    assert bytes_per_weight("nf4", options) == pytest.approx(1.05 * plain)
+    assert quantize_options(options, None, said.append) == {}
+    with pytest.raises(OptionError, match="double_quant"):
+        bytes_per_weight("fp8", WrapOptions(quantize="fp8", double_quant=True))
 
 
 @needs_codecs
