@@ -15,8 +15,6 @@ from ts_kernels._lora_linear import lora_linear
 from ts_kernels.patching._check import Differs, check_values, own_code, random, stand_in
 from ts_kernels.patching._handle import PatchHandle, Replacement, has_other_forward
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 class LoraReplacement(Replacement):
     """Runs `lora_linear` while the layer is a plain LoRA with one active adapter, else its own."""
@@ -35,46 +33,65 @@ class LoraReplacement(Replacement):
 
 
 def _fusable(layer: Any, x: Any) -> tuple[Tensor, Tensor, float] | None:
-    """(A, B, scaling) if the layer now computes what `lora_linear` does, else None."""
+    """(A, B, scaling) if the layer now computes what `lora_linear` does, else None.
+
+    Runs at every call: children are looked up in `_modules`, where that is quicker.
+    """
     if layer.disable_adapters or layer.merged:
         return None
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    children = layer._modules
+    downs = children["lora_A"]._modules
+    active = [name for name in layer.active_adapters if name in downs]
     if len(active) != 1 or not isinstance(x, Tensor) or not is_plain(x):
         return None
     name = active[0]
-    dropout = layer.lora_dropout[name] if name in layer.lora_dropout else None
-    if dropout is not None and not isinstance(dropout, nn.Identity):
-        if not isinstance(dropout, nn.Dropout) or (dropout.p > 0 and dropout.training):
-            return None
-    if name in getattr(layer, "lora_variant", ()) or getattr(layer, "use_dora", {}).get(name):
-        return None
-    down, up, base = layer.lora_A[name], layer.lora_B[name], layer.base_layer
+    down, up, base = downs[name], children["lora_B"]._modules[name], children["base_layer"]
     if not (_is_linear(down) and _is_linear(up) and _is_linear(base)):
         return None
-    if down.bias is not None or up.bias is not None:
+    if _has_extras(layer, name):
         return None
-    a, b = down.weight, up.weight
-    if not (is_plain(a) and is_plain(b)) or a.dtype != b.dtype or not x.is_floating_point():
+    parameters, other = down._parameters, up._parameters
+    a, b = parameters["weight"], other["weight"]
+    if parameters["bias"] is not None or other["bias"] is not None:
         return None
-    if not x.device == a.device == b.device:
+    if a is None or b is None or not (is_plain(a) and is_plain(b)):
         return None
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if not autocast:
-        if is_plain(base.weight) and base.weight.dtype != x.dtype:
+    dtype = x.dtype
+    if a.dtype != b.dtype or not dtype.is_floating_point or not x.device == a.device == b.device:
+        return None
+    if not torch.is_autocast_enabled(x.device.type):
+        weight = base._parameters["weight"]
+        if weight is None or (is_plain(weight) and weight.dtype != dtype):
             return None  # let torch say so
-        if a.dtype != x.dtype and not getattr(layer, "cast_input_dtype_enabled", True):
+        if a.dtype != dtype and not getattr(layer, "cast_input_dtype_enabled", True):
             return None
     scaling = layer.scaling[name]
     return (a, b, scaling) if isinstance(scaling, (int, float)) else None
 
 
+def _has_extras(layer: Any, name: str) -> bool:
+    """Whether this adapter drops out values now, or is a variant of LoRA."""
+    dropouts = layer._modules.get("lora_dropout")
+    dropout = None if dropouts is None else dropouts._modules.get(name)
+    if dropout is not None and type(dropout) is not nn.Identity:
+        if type(dropout) is not nn.Dropout or (dropout.p > 0 and dropout.training):
+            return True
+    state = layer.__dict__
+    return name in state.get("lora_variant", ()) or bool(state.get("use_dora", {}).get(name))
+
+
 def _is_linear(module: Any) -> bool:
     """An `nn.Linear` that runs its own forward with nothing hooked onto it."""
+    state = module.__dict__
     return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and "forward" not in module.__dict__
-        and not any(getattr(module, hooks) for hooks in _HOOKS)
+        type(module).forward is nn.Linear.forward
+        and "forward" not in state
+        and not (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+        )
     )
 
 
