@@ -14,7 +14,6 @@ is summed in fp32 and rounded once to bf16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ts_quant.codecs import tables
 from ts_quant.codecs.backend import use_triton
 from ts_quant.codecs.base import QuantSpec
 from ts_quant.codecs.lookup import e4m3_values
+from ts_quant.codecs.operators import eager
 from ts_quant.matmul.rows import GROUP
 
 ROWS, GROUPS = "rows", "groups"
@@ -44,18 +44,25 @@ def activation_kind(spec: QuantSpec, shape: Sequence[int], n_tokens: int) -> str
     return None
 
 
-@cache
+_TRIED: dict[tuple[torch.device, str], bool] = {}
+
+
 def supported(device: torch.device, kind: str) -> bool:
-    """Whether this device and this build of torch have the product; tried once per device."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    if torch.cuda.get_device_capability(device) < ((8, 9) if kind == ROWS else (9, 0)):
-        return False
-    if not use_triton():
+    """Whether this device and this build of torch have the product; tried once per device.
+
+    False inside a CUDA graph capture if it has not been tried before, as a trial would end it.
+    """
+    found = _TRIED.get((device, kind))
+    if found is not None:
+        return found
+    if device.type != "cuda" or torch.version.hip is not None or not use_triton():
         return False
     if torch.cuda.is_current_stream_capturing():
-        return True  # a trial would break the capture, and the eager step before it had its own
-    return _trial(device, kind)
+        return False
+    needed = (8, 9) if kind == ROWS else (9, 0)
+    new_enough = torch.cuda.get_device_capability(device) >= needed
+    _TRIED[device, kind] = new_enough and _trial(device, kind)
+    return _TRIED[device, kind]
 
 
 def _trial(device: torch.device, kind: str) -> bool:
@@ -195,7 +202,9 @@ def fp8_linear(
 ) -> Tensor:
     """bf16 [M, N] of quantized activations and an fp8 weight's buffers."""
     codes, scale = buffers
-    y: Tensor = torch.ops.ts_quant.fp8_linear(
-        x, x_scale, codes, scale, spec.scales == "e8m0", kind == GROUPS, bias
-    )
+    layout = spec.scales == "e8m0", kind == GROUPS
+    if eager(x) and eager(codes) and not torch.is_grad_enabled():
+        run = _linear if x.is_cuda else linear_reference
+        return run(x, x_scale, codes, scale, *layout, bias)
+    y: Tensor = torch.ops.ts_quant.fp8_linear(x, x_scale, codes, scale, *layout, bias)
     return y

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ts_quant.codecs.backend import use_triton
+from ts_quant.codecs.operators import eager
 
 GROUP = 128
 _LARGEST = 448.0
@@ -76,11 +77,15 @@ for _name, _reference, _cuda, _fake in (
 
 def fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K] as e4m3 (uint8) [M, K] and fp32 scales [M, 1]."""
+    if eager(x):
+        return _rows_cuda(x) if x.is_cuda else rows_reference(x)
     codes, scale = torch.ops.ts_quant.fp8_rows(x)
     return codes, scale
 
 
 def fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [M, K], K a multiple of 128, as e4m3 (uint8) [M, K] and fp32 scales [K / 128, M]."""
+    if eager(x):
+        return _groups_cuda(x) if x.is_cuda else groups_reference(x)
     codes, scale = torch.ops.ts_quant.fp8_groups(x)
     return codes, scale
