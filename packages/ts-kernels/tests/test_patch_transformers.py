@@ -134,3 +134,21 @@ def test_a_renamed_projection_turns_the_kernel_off_and_not_the_model():
     assert any("LlamaMLP keeps its own code (2 places)" in event for event in events)
     for a, b in zip(run(model, ids), before, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_autocast_keeps_dtypes_and_values(family):
+    model, blocks = tiny(family)
+    ids = torch.randint(3, 50, (2, 9))
+    seen = []
+    hook = blocks[0].register_forward_hook(lambda module, args, out: seen.append(out))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = run(model, ids)
+        patch_blocks(blocks)
+        after = run(model, ids)
+    hook.remove()
+    first, second = (out[0] if isinstance(out, tuple) else out for out in seen)
+    assert first.dtype == second.dtype
+    for a, b in zip(after, before, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).norm() <= 3e-2 * b.norm() + 1e-6
