@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ts_core.store.leaves import is_wrapper
 from ts_core.store.pager import ParamPager, SavedView
 
 _Hook = Callable[[Any], Any]
@@ -79,7 +78,6 @@ class BlockRunner:
         self._handles.append(block.register_forward_hook(after, always_call=True))
         if image is not None:
             self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
-            self._handles.append(block.register_state_dict_post_hook(serve_dense))
             for module in block.modules():
                 self._handles.append(
                     module.register_load_state_dict_pre_hook(self._before_load(index))
@@ -123,17 +121,6 @@ class _OpenContexts(threading.local):
         stack = self._stacks.get(index)
         if stack:
             stack.pop().__exit__(None, None, None)
-
-
-def serve_dense(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    """State-dict hook: stored formats are served as the dense tensors they stand for."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        key = prefix + name
-        dequantize = getattr(parameter, "dequantize", None)
-        if key in state_dict and is_wrapper(parameter) and dequantize is not None:
-            state_dict[key] = dequantize()
 
 
 def in_backward() -> bool:
