@@ -164,6 +164,18 @@ def test_joint_choice_beats_either_alone_at_the_same_bytes() -> None:
     assert errors["joint"] < errors["plain"]
 
 
+def test_statistics_weigh_what_is_lost_and_must_know_the_layer() -> None:
+    weight = torch.randn(32, 64)
+    moments = torch.logspace(-2, 2, 64)
+    storer = ts_quant.Storer("nf4", error_rank=4, second_moments={"a": moments})
+    stored = storer.store(weight, "a.weight")
+    scale = moments.sqrt()
+    lost = ((stored.weight.dequantize() - weight) * scale).norm() / (weight * scale).norm()
+    assert storer.report.rows["a.weight"].error == pytest.approx(float(lost), rel=1e-4)
+    with pytest.raises(ts_quant.OptionError, match=r"nothing for 'b' .*the first 'a'"):
+        storer.store(weight, "b.weight")
+
+
 def test_storer_refuses() -> None:
     for options, words in (
         ({"keep_precise": 0.6}, "keep_precise=0.6"),

@@ -67,8 +67,8 @@ class Storer:
         second_moments: E[x^2] per input channel by layer name (`error_stats`); weighs errors.
 
     Raises:
-        OptionError: a value that is not accepted, or keep_precise for a format that has no more
-            precise one.
+        OptionError: a value that is not accepted, keep_precise for a format that has no more
+            precise one, or (later) a weight that the statistics do not know.
     """
 
     def __init__(
@@ -178,7 +178,16 @@ class Storer:
         )
 
     def _moments(self, name: str) -> Tensor | None:
-        return self.moments.get(name.removesuffix(".weight"))
+        if not self.moments:
+            return None
+        layer = name.removesuffix(".weight")
+        if layer not in self.moments:
+            raise OptionError(
+                f"the activation statistics hold nothing for {layer!r} (they hold "
+                f"{len(self.moments)} layers, the first {next(iter(self.moments))!r}). Collect "
+                f"them from the same model, adapters included, with the same blocks"
+            )
+        return self.moments[layer]
 
     def _measure(self, weight: Tensor, encoded: QuantTensor, name: str) -> None:
         base = squared_error(weight, encoded, self._moments(name))
