@@ -72,6 +72,14 @@ def test_block_by_block_equals_the_whole_model(how: str) -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+def test_layers_that_no_data_reached_weigh_all_channels_the_same() -> None:
+    model = Stack()
+    model.blocks[1].spare = nn.Linear(5, 3)
+    ids = torch.randint(0, 17, (1, 4))
+    found = ts_quant.error_stats(model, [ids], blocks=list(model.blocks))
+    assert torch.equal(found["blocks.1.spare"], torch.ones(5))
+
+
 def test_refused() -> None:
     model = Stack()
     ids = torch.zeros(1, 3, dtype=torch.long)

@@ -45,7 +45,8 @@ def error_stats(
         device: where each block runs; None leaves the blocks where they are.
 
     Returns:
-        fp32 [in_features] on the CPU, by the linear layer's name in the model.
+        fp32 [in_features] on the CPU, by the linear layer's name in the model; ones for a layer that
+        no data reached (an expert that was never picked), which weighs its channels the same.
 
     Raises:
         OptionError: no blocks, no batches, or blocks the model does not call in this order.
@@ -187,10 +188,10 @@ class _Meter:
     def __init__(self, block: nn.Module, names: dict[int, str]) -> None:
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, int] = {}
+        linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+        self._widths = {names[id(module)]: module.in_features for module in linears}
         self._handles = [
-            module.register_forward_pre_hook(self._hook(names[id(module)]))
-            for module in block.modules()
-            if isinstance(module, nn.Linear)
+            module.register_forward_pre_hook(self._hook(names[id(module)])) for module in linears
         ]
 
     def _hook(self, name: str) -> Any:
@@ -204,8 +205,12 @@ class _Meter:
         return add
 
     def means(self) -> dict[str, Tensor]:
+        """E[x^2] of each layer; ones where no data passed, which weighs all channels the same."""
         return {
-            name: (total / max(self._rows[name], 1)).cpu() for name, total in self._sums.items()
+            name: (self._sums[name] / max(self._rows[name], 1)).cpu()
+            if name in self._sums
+            else torch.ones(width)
+            for name, width in self._widths.items()
         }
 
     def remove(self) -> None:
