@@ -45,8 +45,8 @@ def error_stats(
         device: where each block runs; None leaves the blocks where they are.
 
     Returns:
-        fp32 [in_features] on the CPU, by the linear layer's name in the model; ones for a layer that
-        no data reached (an expert that was never picked), which weighs its channels the same.
+        fp32 [in_features] on the CPU, by the linear layer's name in the model; ones for a layer
+        that no data reached (an expert never picked), which weighs its channels the same.
 
     Raises:
         OptionError: no blocks, no batches, or blocks the model does not call in this order.
