@@ -9,6 +9,7 @@ import torch
 
 from ts_core import OffloadAdamW, wrap
 from ts_core.device.host import HostDevice
+from ts_core.memory.arena import default_arena
 from ts_core.optim.hybrid import HybridSplit, Piece, split
 from ts_core.optim.rates import Rates, measure_rates
 from ts_core.testing import inject_delays
@@ -59,8 +60,7 @@ def test_room_counts_master_copies() -> None:
 
 def test_rates_are_measured() -> None:
     device = HostDevice()
-    optimizer = OffloadAdamW([torch.nn.Parameter(torch.zeros(3))])
-    rates = measure_rates(CopyEngine(device), optimizer._storage.arena, 1)
+    rates = measure_rates(CopyEngine(device), default_arena(), 1)
     assert 1e7 < rates.host < 1e11 and 1e7 < rates.link < 1e13
 
 
@@ -79,7 +79,8 @@ def hybrid_on(params: Any, rates: Rates, lines: list[str], **options: Any) -> Of
         params, mode="hybrid", device=device, copies=CopyEngine(device), **options
     )
     optimizer.build()
-    optimizer._split = HybridSplit(device, lambda: rates, optimizer._room_bytes, lines.append)
+    updates = optimizer._updates
+    updates.split = HybridSplit(device, lambda: rates, updates.room_bytes, lines.append)
     return optimizer
 
 

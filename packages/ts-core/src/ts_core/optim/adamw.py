@@ -9,10 +9,8 @@ that is still being updated waits for that one.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,17 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from ts_core.device import Device
 from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
-from ts_core.optim import checks, read_guard, state
-from ts_core.optim.backwards import BackwardWatch
+from ts_core.optim import checks, state
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
-from ts_core.optim.hybrid import HybridSplit
-from ts_core.optim.layout import Hyper
-from ts_core.optim.norms import Verdict
-from ts_core.optim.pipeline import UpdatePipeline
-from ts_core.optim.rates import measure_rates
+from ts_core.optim.options import Option, StepOptions
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.storage import Storage
+from ts_core.optim.updates import Updates
 from ts_core.transfer import CopyEngine
 
 # What torch.optim.AdamW keeps in a param group, so that state dicts pass both ways.
@@ -114,33 +108,23 @@ class OffloadAdamW(torch.optim.Optimizer):
         kind = checks.moment_kind(moment_dtype)
         checks.mode(mode, kind, pin_moments)
         checks.numbers(max_grad_norm, chunk_elems, threads, seed)
+        self.step_options = StepOptions(
+            max_grad_norm, compute_grad_norm, skip_nonfinite, threads or 0
+        )
+        self.step_options.set_accumulation(accumulation_steps)
+        self.step_options.set_eager(eager)
         self.mode = mode
-        self.max_grad_norm = max_grad_norm
-        self.compute_grad_norm = compute_grad_norm
-        self.skip_nonfinite = skip_nonfinite
-        self.accumulation_steps = accumulation_steps
-        checks.eager(eager, self._needs_norm())
-        self._eager = eager
-        self.threads = threads or 0
         self.after_step: Callable[[], None] | None = None
-        self.steps_done = 0
-        self._norm: Future[Verdict] | float | torch.Tensor | None = None
         self._resident: ResidentAdamW | None = None
-        self._warned_late = False
+        self._resident_norm: float | torch.Tensor | None = None
         self._on_event = on_event
-        self._storage = Storage(
+        storage = Storage(
             mode, kind, seed, chunk_elems, bool(pin_moments), lambda: self.threads, self._say
         )
-        self._storage.use(device, copies, arena or default_arena())
-        self.headroom = 0.10
-        self._split: HybridSplit | None = None
-        self._buckets: list[Bucket] = []
-        self._place: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        storage.use(device, copies, arena or default_arena())
+        self._updates = Updates(storage, self.step_options, lambda: self.param_groups, self._say)
         self._handles: list[RemovableHandle] = []
         self._attached = False
-        self._arrivals = 0
-        self._backwards = BackwardWatch()
-        self._pipeline = UpdatePipeline()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -153,18 +137,30 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     # -- set-up ----------------------------------------------------------------------------
 
+    max_grad_norm = Option("max_grad_norm", "Clip the global norm to this; None does not clip.")
+    compute_grad_norm = Option("compute_grad_norm", "Measure the norm without clipping.")
+    skip_nonfinite = Option("skip_nonfinite", "Leave out steps with NaN or infinite gradients.")
+    threads = Option("threads", "Host threads; 0 for all usable cores.")
+    headroom = Option("headroom", "Share of the device memory that state leaves free.")
+
     @property
     def accumulation_steps(self) -> int:
         """Backward passes per step(); may be changed between steps."""
-        return self._accumulation_steps
+        return self.step_options.accumulation
 
     @accumulation_steps.setter
     def accumulation_steps(self, value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(
-                f"accumulation_steps={value!r} is not accepted. Use an integer of at least 1."
-            )
-        self._accumulation_steps = value
+        self.step_options.set_accumulation(value)
+
+    @property
+    def eager(self) -> bool:
+        """Whether updates start during backward."""
+        return self.step_options.eager
+
+    @property
+    def steps_done(self) -> int:
+        """Steps so far."""
+        return self._updates.steps
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -172,18 +168,19 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         Waits for it, if it is still being measured.
         """
-        if isinstance(self._norm, Future):
-            self._norm = self._norm.result().norm
-        elif isinstance(self._norm, torch.Tensor):
-            self._norm = self._norm.item()
-        return self._norm
+        if self._resident is None:
+            verdict = self._updates.norm
+            return None if verdict is None else verdict.result().norm
+        if isinstance(self._resident_norm, torch.Tensor):
+            self._resident_norm = self._resident_norm.item()
+        return self._resident_norm
 
     @property
     def updates(self) -> int:
         """Updates so far of the most updated parameter, those before a resume included."""
         if self._resident is not None:
             return self.steps_done
-        return max((max(bucket.steps) for bucket in self._buckets if bucket.steps), default=0)
+        return max((max(b.steps) for b in self._updates.buckets if b.steps), default=0)
 
     @property
     def resident(self) -> bool:
@@ -193,7 +190,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     @property
     def moments(self) -> str:
         """How moments are kept: "float32", "bfloat16" or "int8"."""
-        return self._storage.kind
+        return self._updates.storage.kind
 
     @property
     def guard_params(self) -> bool:
@@ -201,12 +198,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         Without it only `synchronize()` waits (a wrapped model's forward calls it).
         """
-        return self._pipeline.guard_reads
+        return self._updates.pipeline.guard_reads
 
     @guard_params.setter
     def guard_params(self, value: bool) -> None:
         self.synchronize()
-        self._pipeline.guard_reads = value
+        self._updates.pipeline.guard_reads = value
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -264,11 +261,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         Raises:
             StateError: the optimizer has already trained on another device, or in another mode.
         """
-        storage = self._storage
+        storage = self._updates.storage
         kind = storage.kind if moment_dtype == "auto" else checks.moment_kind(moment_dtype)
         wanted = self.mode if mode == "cpu" else mode
         checks.mode(wanted, kind, None)
-        if self._buckets:
+        if self._updates.buckets:
             storage.check_same_device(device)
             if (wanted, kind) != (self.mode, storage.kind):
                 raise StateError(
@@ -286,8 +283,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if accumulation_steps != 1:
             self.accumulation_steps = accumulation_steps
         if eager is not None:
-            checks.eager(eager, self._needs_norm())
-            self._eager = eager
+            self.step_options.set_eager(eager)
         if threads is not None:
             self.threads = threads
         self.attach()
@@ -305,11 +301,10 @@ class OffloadAdamW(torch.optim.Optimizer):
             return
         self.build()
         self.detach()
-        self._refuse_mid_step("make_resident()")
+        self._updates.refuse_mid_step("make_resident()")
         self._resident = ResidentAdamW(self.param_groups, self._filled_state())
         self.state = self._resident.inner.state
-        self._buckets.clear()
-        self._place.clear()
+        self._updates.clear()
 
     def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
         # A weak reference: a hook that held the optimizer would keep both alive for ever.
@@ -321,77 +316,16 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def build(self) -> None:
         """Allocate buckets and state for every parameter that has none yet."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        if len(self._place) == len(params):
-            return
-        checks.memory(params)
-        for group_index, group in enumerate(self.param_groups):
-            new = [param for param in group["params"] if param not in self._place]
-            for bucket in self._storage.buckets(new, group_index, len(self._buckets)):
-                index = len(self._buckets)
-                self._buckets.append(bucket)
-                for position, param in enumerate(bucket.params):
-                    self._place[param] = (index, position)
-                self._show_state(bucket)
-        storage = self._storage
-        assert storage.copies is not None and storage.device is not None
-        self._pipeline.prepare_norms(len(self._buckets), storage.copies, storage.arena)
-        if self._split is None and (
-            self.mode == "hybrid"
-            or (
-                self.mode == "auto" and storage.device.separate_memory and storage.kind == "float32"
-            )
-        ):
-            self._split = HybridSplit(
-                storage.device,
-                functools.partial(measure_rates, storage.copies, storage.arena, self.threads),
-                self._room_bytes,
-                self._say,
-            )
-
-    # -- during backward ----------------------------------------------------------------------
-
-    def _needs_norm(self) -> bool:
-        return self.max_grad_norm is not None or self.compute_grad_norm or self.skip_nonfinite
-
-    @property
-    def eager(self) -> bool:
-        """Whether updates start during backward."""
-        return not self._needs_norm() if self._eager is None else self._eager
+        for bucket in self._updates.build():
+            self._show_state(bucket)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        if grad.layout is not torch.strided:
-            raise OptionError(
-                f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient. "
-                f"OffloadAdamW takes dense gradients: turn sparse=True off."
-            )
-        if param not in self._place:
+        if param not in self._updates.where:
             self.build()
-        self._backwards.note()
-        self._arrivals += 1
-        index, position = self._place[param]
-        bucket = self._buckets[index]
-        bucket.collect(position, grad, self.accumulation_steps, self._arrivals)
-        if bucket.complete(self.accumulation_steps):
-            self._close(index)
-
-    def _close(self, index: int) -> None:
-        bucket = self._buckets[index]
-        norm = self._needs_norm()
-        self._pipeline.close(bucket, index, self.steps_done, norm, self.threads)
-        if self.eager and not norm:
-            bucket.used = self._hyper(bucket)
-            if bucket.place.on_device:
-                self._pipeline.hold_back(bucket, self._storage.device_inflight_bytes())
-            self._pipeline.launch(bucket, bucket.used, None)
-
-    def _hyper(self, bucket: Bucket) -> Hyper:
-        group = self.param_groups[bucket.group_index]
-        beta1, beta2 = group["betas"]
-        return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        self._updates.take(param, grad)
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -413,63 +347,24 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updates = self._updates
         if self._resident is not None:
-            self._norm = self._resident.step(
-                self.max_grad_norm, self._needs_norm(), self.skip_nonfinite, self._say
+            options = self.step_options
+            self._resident_norm = self._resident.step(
+                options.max_grad_norm, options.needs_norm, options.skip_nonfinite, self._say
             )
-            self.steps_done += 1
+            updates.steps += 1
             return loss
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self._on_gradient(param)
-        active = [index for index, bucket in enumerate(self._buckets) if bucket.started()]
-        for index in active:
-            if not self._buckets[index].closed:
-                self._close(index)
-        if self.eager and not self._needs_norm():
-            self._check_unchanged([self._buckets[index] for index in active])
-        else:
-            self._launch_all([self._buckets[index] for index in active])
-        for index in active:
-            bucket = self._buckets[index]
-            if self._pipeline.guard_reads and not read_guard.can_guard(bucket.params):
-                bucket.finish()
-            bucket.reset()
-        self._backwards.clear()
-        self.steps_done += 1
+        updates.step()
         if self.after_step is not None:
             self.after_step()
-        if self._split is not None and self._resident is None:
-            self._split.after_step(self)
+        if updates.split is not None:
+            updates.split.after_step(self)
         return loss
-
-    def _launch_all(self, active: Sequence[Bucket]) -> None:
-        verdict = None
-        if self._needs_norm():
-            verdict = self._pipeline.verdict(
-                self._buckets,
-                self.steps_done,
-                self.max_grad_norm,
-                self.skip_nonfinite,
-                self._say,
-            )
-            self._norm = verdict
-        for bucket in sorted(active, key=lambda bucket: -bucket.order):
-            self._pipeline.launch(bucket, self._hyper(bucket), verdict)
-
-    def _check_unchanged(self, active: Sequence[Bucket]) -> None:
-        """Eager updates ran during backward: a value set since then came too late for them."""
-        late = [bucket for bucket in active if bucket.used not in (None, self._hyper(bucket))]
-        if late and not self._warned_late:
-            self._warned_late = True
-            text = (
-                "lr or another hyper-parameter was changed between backward and step(), but "
-                "eager updates had already used the old value during backward. Set it before "
-                "backward, or pass eager=False."
-            )
-            self._say(text)
-            warnings.warn(text, UserWarning, stacklevel=3)
 
     def synchronize(self) -> None:
         """Wait for updates in flight: every parameter and all state hold their new values.
@@ -477,12 +372,11 @@ class OffloadAdamW(torch.optim.Optimizer):
         Raises:
             BaseException: what an update raised.
         """
-        for bucket in self._buckets:
-            bucket.finish()
+        self._updates.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those of a started accumulation included. Does not wait for updates."""
-        self._drop("zero_grad() before step()")
+        self._updates.drop("zero_grad() before step()")
         super().zero_grad(set_to_none=set_to_none)
 
     def drop_failed_backward(self) -> None:
@@ -490,24 +384,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         To be called where no backward is running (a wrapped model's forward does).
         """
-        if self._backwards.unfinished():
-            self._drop("a backward raised before step()")
-
-    def _drop(self, why: str) -> None:
-        self._pipeline.drop_measures()
-        started = [bucket for bucket in self._buckets if bucket.started()]
-        written = [param for b in started if b.used is not None for param in b.params]
-        for bucket in started:
-            bucket.reset()
-        self._backwards.clear()
-        if written:
-            shapes = ["x".join(map(str, param.shape)) or "scalar" for param in written]
-            more = ", ..." if len(shapes) > 8 else ""
-            self._say(
-                f"{why}: {len(written)} parameters had already been updated during backward "
-                f"(eager updates), of shapes {', '.join(shapes[:8])}{more}; the others keep their "
-                f"values"
-            )
+        if self._updates.backward_failed():
+            self._updates.drop("a backward raised before step()")
 
     def _say(self, text: str) -> None:
         if self._on_event is not None:
@@ -526,9 +404,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             StateError: in the middle of a step, whose gradients so far would be lost.
         """
         if self._resident is None:
-            self._refuse_mid_step("state_dict()")
-            self.synchronize()
-            self._storage.settle()
+            self._updates.refuse_mid_step("state_dict()")
+            self._updates.settle()
             live, self.state = self.state, self._filled_state()
             try:
                 return super().state_dict()
@@ -543,29 +420,21 @@ class OffloadAdamW(torch.optim.Optimizer):
             StateError: in the middle of an accumulation.
             DataError: groups, shapes or flags that do not match; nothing has been changed then.
         """
-        self._refuse_mid_step("load_state_dict()")
-        self.synchronize()
+        self._updates.refuse_mid_step("load_state_dict()")
         state.check(self.param_groups, state_dict)
         if self._resident is not None:
             self.param_groups = self._resident.load(state_dict)
             self.state = self._resident.inner.state
             return
         self.build()
-        self._storage.settle()
+        self._updates.settle()
         was_resident = any(group.get("fused") for group in state_dict["param_groups"])
-        state.load(self.param_groups, self._buckets, self._place, state_dict)
+        state.load(self.param_groups, self._updates.buckets, self._updates.where, state_dict)
         if was_resident and self.after_step is not None:
             self.after_step()
 
-    def _refuse_mid_step(self, what: str) -> None:
-        if any(bucket.started() for bucket in self._buckets):
-            raise StateError(
-                f"{what} in the middle of a step or accumulation: gradients that have come would "
-                f"be lost or counted twice. Call step() or zero_grad() first."
-            )
-
     def _filled_state(self) -> Any:
-        return state.filled(self._buckets, type(self.state))
+        return state.filled(self._updates.buckets, type(self.state))
 
     def _show_state(self, bucket: Bucket) -> None:
         """`optimizer.state[param]`: live views where state is fp32 (the step is filled on save)."""
@@ -583,49 +452,27 @@ class OffloadAdamW(torch.optim.Optimizer):
             OptionError: a place that does not exist, or another number of them.
         """
         self.build()
-        self._refuse_mid_step("place_state()")
-        self.synchronize()
-        self._storage.settle()
-        self._storage.move(self._buckets, places)
-        for bucket in self._buckets:
+        self._updates.refuse_mid_step("place_state()")
+        self._updates.settle()
+        self._updates.storage.move(self._updates.buckets, places)
+        for bucket in self._updates.buckets:
             self._show_state(bucket)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         """The pieces that are transferred and updated as one, in the order of the groups."""
-        return self._buckets
-
-    def _room_bytes(self) -> int:
-        """Device memory that state may take: what a step's peak leaves below the headroom."""
-        device = self._storage.device
-        usable = None if device is None else device.usable_bytes()
-        if device is None or usable is None:
-            return 0
-        return int(usable * (1.0 - self.headroom)) - device.memory()["peak_allocated"]
+        return self._updates.buckets
 
     def stats(self) -> dict[str, Any]:
         """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
         grad_norm, resident, link counters."""
-        copies = self._storage.copies
-        link = {} if copies is None else copies.stats()
-        values: dict[str, int] = {}
-        for bucket in self._buckets:
-            name = bucket.place.name
-            values[name] = values.get(name, 0) + bucket.layout.numel
         return {
             "mode": self.mode if self._resident is None else "resident",
-            "moments": self._storage.kind,
             "steps": self.steps_done,
             "eager": self.eager,
-            "buckets": len(self._buckets),
-            "parameters": sum(len(bucket.params) for bucket in self._buckets),
-            "values_by_place": values,
-            "host_state_bytes": sum(bucket.host_bytes() for bucket in self._buckets),
-            "device_state_bytes": sum(b.place.device_bytes() for b in self._buckets),
             "grad_norm": self.last_grad_norm,
             "resident": self.resident,
-            "d2h_bytes": link["d2h"].bytes if link else 0,
-            "h2d_bytes": link["h2d"].bytes if link else 0,
+            **self._updates.stats(),
         }
 
 

@@ -117,6 +117,12 @@ class Storage:
             self._say(f"optimizer state stays with host threads: {error}")
             return self._place("host", layout, seed)
 
+    def splits(self) -> bool:
+        """Whether state may be split between places after some steps."""
+        assert self.copies is not None
+        linked = self.copies.device.separate_memory
+        return self.mode == "hybrid" or (self.mode == "auto" and linked and self.kind == "float32")
+
     def device_inflight_bytes(self) -> int:
         """Device memory of gradients that wait for device updates, in the queue and on the stream
         each."""

@@ -1,0 +1,243 @@
+"""What happens to an optimizer in a step: gradients come, buckets close, updates go."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from ts_core.errors import OptionError, StateError
+from ts_core.optim import checks, read_guard
+from ts_core.optim.backwards import BackwardWatch
+from ts_core.optim.buckets import Bucket
+from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.layout import Hyper
+from ts_core.optim.norms import Verdict
+from ts_core.optim.options import StepOptions
+from ts_core.optim.pipeline import UpdatePipeline
+from ts_core.optim.rates import measure_rates
+from ts_core.optim.storage import Storage
+
+
+class Updates:
+    """The buckets of one optimizer and their way through a step.
+
+    Args:
+        storage: makes buckets, holds link and memory.
+        options: of a step; read anew at each use.
+        groups: returns the optimizer's param groups.
+        say: told of decisions.
+
+    Attributes:
+        buckets: in the order of the groups.
+        steps: steps done.
+        norm: of the last step, when it was needed.
+        split: moves state after steps, in mode "hybrid".
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        options: StepOptions,
+        groups: Callable[[], list[dict[str, Any]]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.storage = storage
+        self.options = options
+        self.buckets: list[Bucket] = []
+        self.where: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self.pipeline = UpdatePipeline()
+        self.steps = 0
+        self.norm: Future[Verdict] | None = None
+        self.split: HybridSplit | None = None
+        self._groups = groups
+        self._say = say
+        self._arrivals = 0
+        self._backwards = BackwardWatch()
+        self._warned_late = False
+
+    def build(self) -> Iterator[Bucket]:
+        """Make buckets and state for parameters that have none; yields the new ones."""
+        groups = self._groups()
+        params = [param for group in groups for param in group["params"]]
+        if len(self.where) == len(params):
+            return
+        checks.memory(params)
+        first = len(self.buckets)
+        for group_index, group in enumerate(groups):
+            new = [param for param in group["params"] if param not in self.where]
+            for bucket in self.storage.buckets(new, group_index, len(self.buckets)):
+                index = len(self.buckets)
+                self.buckets.append(bucket)
+                for position, param in enumerate(bucket.params):
+                    self.where[param] = (index, position)
+        storage = self.storage
+        assert storage.copies is not None
+        self.pipeline.prepare_norms(len(self.buckets), storage.copies, storage.arena)
+        if self.split is None and storage.splits():
+            self.split = HybridSplit(
+                storage.copies.device,
+                functools.partial(
+                    measure_rates, storage.copies, storage.arena, self.options.threads
+                ),
+                self.room_bytes,
+                self._say,
+            )
+        yield from self.buckets[first:]
+
+    def room_bytes(self) -> int:
+        """Device memory that state may take: what a step's peak leaves below the headroom."""
+        assert self.storage.copies is not None
+        device = self.storage.copies.device
+        usable = device.usable_bytes()
+        if usable is None:
+            return 0
+        return int(usable * (1.0 - self.options.headroom)) - device.memory()["peak_allocated"]
+
+    # -- during backward ----------------------------------------------------------------------
+
+    def take(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        """A parameter's gradient of one backward has come."""
+        if grad.layout is not torch.strided:
+            raise OptionError(
+                f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient. "
+                f"OffloadAdamW takes dense gradients: turn sparse=True off."
+            )
+        self._backwards.note()
+        self._arrivals += 1
+        index, position = self.where[param]
+        bucket = self.buckets[index]
+        bucket.collect(position, grad, self.options.accumulation, self._arrivals)
+        if bucket.complete(self.options.accumulation):
+            self._close(index)
+
+    def _close(self, index: int) -> None:
+        bucket, options = self.buckets[index], self.options
+        self.pipeline.close(bucket, index, self.steps, options.needs_norm, options.threads)
+        if options.eager:
+            bucket.used = self._hyper(bucket)
+            if bucket.place.on_device:
+                self.pipeline.hold_back(bucket, self.storage.device_inflight_bytes())
+            self.pipeline.launch(bucket, bucket.used, None)
+
+    def _hyper(self, bucket: Bucket) -> Hyper:
+        group = self._groups()[bucket.group_index]
+        beta1, beta2 = group["betas"]
+        return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+    # -- step ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Close what is open and queue every update that has not been queued during backward."""
+        active = [index for index, bucket in enumerate(self.buckets) if bucket.started()]
+        for index in active:
+            if not self.buckets[index].closed:
+                self._close(index)
+        buckets = [self.buckets[index] for index in active]
+        if self.options.eager:
+            self._check_unchanged(buckets)
+        else:
+            self._launch(buckets)
+        for bucket in buckets:
+            if self.pipeline.guard_reads and not read_guard.can_guard(bucket.params):
+                bucket.finish()
+            bucket.reset()
+        self._backwards.clear()
+        self.steps += 1
+
+    def _launch(self, active: Sequence[Bucket]) -> None:
+        """Queue the updates in the order of the last forward, the reverse of the gradients'."""
+        options = self.options
+        verdict = None
+        if options.needs_norm:
+            verdict = self.pipeline.verdict(
+                self.buckets, self.steps, options.max_grad_norm, options.skip_nonfinite, self._say
+            )
+            self.norm = verdict
+        for bucket in sorted(active, key=lambda bucket: -bucket.order):
+            self.pipeline.launch(bucket, self._hyper(bucket), verdict)
+
+    def _check_unchanged(self, active: Sequence[Bucket]) -> None:
+        """Eager updates ran during backward: a value set since then came too late for them."""
+        late = [bucket for bucket in active if bucket.used not in (None, self._hyper(bucket))]
+        if late and not self._warned_late:
+            self._warned_late = True
+            text = (
+                "lr or another hyper-parameter was changed between backward and step(), but "
+                "eager updates had already used the old value during backward. Set it before "
+                "backward, or pass eager=False."
+            )
+            self._say(text)
+            warnings.warn(text, UserWarning, stacklevel=5)
+
+    def finish(self) -> None:
+        """Wait for updates in flight."""
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def drop(self, why: str) -> None:
+        """Drop the gradients of an unfinished step; says so if some were used already."""
+        self.pipeline.drop_measures()
+        started = [bucket for bucket in self.buckets if bucket.started()]
+        written = [param for b in started if b.used is not None for param in b.params]
+        for bucket in started:
+            bucket.reset()
+        self._backwards.clear()
+        if written:
+            shapes = ["x".join(map(str, param.shape)) or "scalar" for param in written]
+            more = ", ..." if len(shapes) > 8 else ""
+            self._say(
+                f"{why}: {len(written)} parameters had already been updated during backward "
+                f"(eager updates), of shapes {', '.join(shapes[:8])}{more}; the others keep their "
+                f"values"
+            )
+
+    def backward_failed(self) -> bool:
+        """Whether a backward brought gradients and has not come to its end."""
+        return self._backwards.unfinished()
+
+    def refuse_mid_step(self, what: str) -> None:
+        """Raise if gradients of an unfinished step are here.
+
+        Raises:
+            StateError: they are.
+        """
+        if any(bucket.started() for bucket in self.buckets):
+            raise StateError(
+                f"{what} in the middle of a step or accumulation: gradients that have come would "
+                f"be lost or counted twice. Call step() or zero_grad() first."
+            )
+
+    def settle(self) -> None:
+        """Nothing is in flight afterwards, neither parameters nor state."""
+        self.finish()
+        self.storage.settle()
+
+    def clear(self) -> None:
+        """Forget all buckets and their state."""
+        self.buckets.clear()
+        self.where.clear()
+        self.split = None
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for `OffloadAdamW.stats`."""
+        copies = self.storage.copies
+        link = {} if copies is None else copies.stats()
+        values: dict[str, int] = {}
+        for bucket in self.buckets:
+            name = bucket.place.name
+            values[name] = values.get(name, 0) + bucket.layout.numel
+        return {
+            "moments": self.storage.kind,
+            "buckets": len(self.buckets),
+            "parameters": sum(len(bucket.params) for bucket in self.buckets),
+            "values_by_place": values,
+            "host_state_bytes": sum(bucket.host_bytes() for bucket in self.buckets),
+            "device_state_bytes": sum(b.place.device_bytes() for b in self.buckets),
+            "d2h_bytes": link["d2h"].bytes if link else 0,
+            "h2d_bytes": link["h2d"].bytes if link else 0,
+        }
