@@ -126,3 +126,14 @@ def test_wrap_takes_a_moment_dtype_and_auto_follows_host_memory(
         assert optimizer.moments == expected
         said = any("moment_dtype='auto'" in e for e in model._trainstream_session.events)
         assert said == (expected != "float32")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_a_state_dict_loads_back_into_its_own_optimizer(lab: Any, kind: str) -> None:
+    model, twin = lab.model(), lab.model()
+    optimizer = OffloadAdamW(model.parameters(), moment_dtype=kind)
+    lab.run(model, optimizer, 2)
+    optimizer.load_state_dict(optimizer.state_dict())  # live views, not a copy
+    lab.run(model, optimizer, 2, first=2)
+    lab.run(twin, OffloadAdamW(twin.parameters(), moment_dtype=kind), 4)
+    assert lab.distance(model, twin) == 0.0

@@ -68,12 +68,18 @@ class Moments:
 
     def read(self, name: str, offset: int, out: torch.Tensor) -> None:
         """Write values from `offset` on to `out` (fp32, 1-D, contiguous), exactly as stored."""
+        if self.kind == "float32":
+            out.copy_(self.stored[name][offset : offset + out.numel()])
+            return
         _native.moments_to_float32(
             *self._stored(name, offset), out.data_ptr(), out.numel(), moments=self.kind, which=name
         )
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
         """Take values from `offset` on (fp32, 1-D, in RAM); what `read` gave is kept exactly."""
+        if self.kind == "float32":  # perhaps from a view of this very memory
+            self.stored[name][offset : offset + values.numel()].copy_(values)
+            return
         values = values.contiguous()
         _native.moments_from_float32(
             values.data_ptr(),
