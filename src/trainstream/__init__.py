@@ -14,25 +14,34 @@ from trainstream._lazy import load
 
 if TYPE_CHECKING:
     from ts_core import OffloadAdamW as OffloadAdamW
+    from ts_core import PagedKVCache as PagedKVCache
     from ts_core import ParamPager as ParamPager
+    from ts_core import StreamedModel as StreamedModel
     from ts_core import TrainStreamError as TrainStreamError
     from ts_core import TrainStreamSession as TrainStreamSession
     from ts_core import find_blocks as find_blocks
+    from ts_core import init_lora_from_error as init_lora_from_error
     from ts_core import memory_report as memory_report
     from ts_core import pinned_stats as pinned_stats
     from ts_core import quantize_model as quantize_model
     from ts_core import reserve_pinned as reserve_pinned
     from ts_core import unwrap as unwrap
     from ts_core import wrap as wrap
+    from ts_hf import TrainStreamCache as TrainStreamCache
     from ts_hf import TrainStreamCallback as TrainStreamCallback
     from ts_hf import TrainStreamTrainer as TrainStreamTrainer
     from ts_hf import load_model as load_model
+    from ts_hf import merge_adapter as merge_adapter
     from ts_hf import save_adapter as save_adapter
     from ts_hf import wrap_hf as wrap_hf
+    from ts_kernels import add_rms_norm as add_rms_norm
     from ts_kernels import causal_lm_loss as causal_lm_loss
     from ts_kernels import chunked_cross_entropy as chunked_cross_entropy
     from ts_kernels import dpo_loss as dpo_loss
+    from ts_kernels import gated_mlp as gated_mlp
+    from ts_kernels import lora_linear as lora_linear
     from ts_kernels import rms_norm as rms_norm
+    from ts_kernels import rotary as rotary
     from ts_kernels import sequence_logprobs as sequence_logprobs
     from ts_quant import QuantTensor as QuantTensor
     from ts_quant import quantize as quantize
@@ -42,25 +51,34 @@ __version__ = "0.8.0"
 # Public name -> module that has it.
 _HOME = {
     "OffloadAdamW": "ts_core",
+    "PagedKVCache": "ts_core",
     "ParamPager": "ts_core",
+    "StreamedModel": "ts_core",
     "TrainStreamError": "ts_core",
     "TrainStreamSession": "ts_core",
     "find_blocks": "ts_core",
+    "init_lora_from_error": "ts_core",
     "memory_report": "ts_core",
     "pinned_stats": "ts_core",
     "quantize_model": "ts_core",
     "reserve_pinned": "ts_core",
     "unwrap": "ts_core",
     "wrap": "ts_core",
+    "TrainStreamCache": "ts_hf",
     "TrainStreamCallback": "ts_hf",
     "TrainStreamTrainer": "ts_hf",
     "load_model": "ts_hf",
+    "merge_adapter": "ts_hf",
     "save_adapter": "ts_hf",
     "wrap_hf": "ts_hf",
+    "add_rms_norm": "ts_kernels",
     "causal_lm_loss": "ts_kernels",
     "chunked_cross_entropy": "ts_kernels",
     "dpo_loss": "ts_kernels",
+    "gated_mlp": "ts_kernels",
+    "lora_linear": "ts_kernels",
     "rms_norm": "ts_kernels",
+    "rotary": "ts_kernels",
     "sequence_logprobs": "ts_kernels",
     "QuantTensor": "ts_quant",
     "quantize": "ts_quant",
