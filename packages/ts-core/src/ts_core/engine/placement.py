@@ -26,9 +26,17 @@ def model_profile(
     model: nn.Module,
     leaves: Sequence[Sequence[Leaf]],
     moment_bytes: float = FP32_MOMENTS_BYTES,
+    gradients_in_flight: int | None = None,
 ) -> ModelProfile:
-    """What the model asks of memory, with these leaves pageable and both moments of a trained
-    value in `moment_bytes`."""
+    """What the model asks of memory.
+
+    Args:
+        model: the model.
+        leaves: per block, what can be paged.
+        moment_bytes: both moments of one trained value.
+        gradients_in_flight: gradients leave the device as they come, and no more bytes of them
+            than this wait beside the largest; None: all are there at once.
+    """
     pageable = tuple(leaves_bytes(block) for block in leaves)
     total = sum(stored_bytes(p) for p in model.parameters())
     total += sum(b.numel() * b.element_size() for b in model.buffers())
@@ -42,9 +50,18 @@ def model_profile(
     return ModelProfile(
         pageable=pageable,
         fixed_device=total - paged_exact,
-        trained=trained_bytes,
+        trained=_gradients_at_once(trained, trained_bytes, gradients_in_flight),
         host_state=state + low_precision + trained_bytes,
     )
+
+
+def _gradients_at_once(
+    trained: Sequence[nn.Parameter], total_bytes: int, in_flight: int | None
+) -> int:
+    if in_flight is None:
+        return total_bytes
+    largest = max((p.numel() * p.element_size() for p in trained), default=0)
+    return min(total_bytes, in_flight + largest)
 
 
 def move_resident(model: nn.Module, device: Device, paged: Iterable[Leaf]) -> None:

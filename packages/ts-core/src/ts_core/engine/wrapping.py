@@ -27,6 +27,7 @@ from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, ma
 from ts_core.schedule.plan import human
 from ts_core.store import Leaf, ParamPager, build_image
 from ts_core.transfer import CopyEngine
+from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _OFF = ("none", None, False)
@@ -70,7 +71,8 @@ def wrap(
         device.set_limit(config.vram_limit_bytes)
     try:
         moments = _choose_moments(model, optimizer, config, log)
-        codec = _choose_codec(model, blocks, device, config, log, moments)
+        in_flight = _gradients_in_flight(optimizer, config)
+        codec = _choose_codec(model, blocks, device, config, log, moments, in_flight)
         options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
@@ -120,7 +122,8 @@ def _start(
     moments: str,
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks)
-    profile = model_profile(model, leaves, bytes_per_value(moments))
+    in_flight = _gradients_in_flight(optimizer, config)
+    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     plan = make_plan(profile, _machine(device), _plan_options(config, len(blocks)))
     for reason in plan.reasons:
         log(f"plan: {reason}")
@@ -279,6 +282,22 @@ def _choose_moments(
     return "float32"  # the planner refuses, and says by how much
 
 
+def _gradients_in_flight(
+    optimizer: torch.optim.Optimizer | None, config: WrapOptions
+) -> int | None:
+    """Bytes of gradients on their way off the device at once; None when they wait there."""
+    mode = config.optimizer_mode
+    waits = (
+        config.max_grad_norm is not None or config.eager is False or config.accumulation_steps > 1
+    )
+    if isinstance(optimizer, OffloadAdamW):
+        mode = optimizer.mode if mode == "cpu" else mode
+        waits = waits or not optimizer.eager or optimizer.accumulation_steps > 1
+    if mode != "cpu" and waits:
+        return None
+    return 2 * (config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
+
+
 def _choose_codec(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -286,9 +305,10 @@ def _choose_codec(
     config: WrapOptions,
     log: EventLog,
     moments: str,
+    in_flight: int | None,
 ) -> str | None:
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
-    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments))
+    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments), in_flight)
     weights = quantizable_weights(blocks)
     options = _plan_options(config, len(blocks))
     machine = _machine(device)

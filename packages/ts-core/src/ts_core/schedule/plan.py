@@ -13,8 +13,7 @@ class ModelProfile:
         pageable: per block, bytes of its frozen weights that can be paged (one image).
         fixed_device: bytes that always stay on the device: everything outside the blocks, and
             the small or trained tensors inside them.
-        trained: bytes of the trained parameters (their gradients take as much again while a
-            backward runs).
+        trained: bytes of gradients of trained parameters that lie on the device at once.
         host_state: bytes of host memory for optimizer state and gradients.
     """
 
