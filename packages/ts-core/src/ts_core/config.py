@@ -265,8 +265,6 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
         "'auto' or False; the model's own gradient checkpointing works",
     ),
     "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
-    "kernels": (_OFF, "'auto' or False"),
-    "fused_lora": (_OFF, "'auto' or False"),
     "disk_offload": (_one_of(None), "None"),
     "moe_paging": (_one_of(False), "False"),
     "host_arena": (_OFF, "'auto', False or None"),

@@ -90,8 +90,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
         ("recompute", True),
         ("recompute", [1]),
         ("attention", "flash"),
-        ("kernels", True),
-        ("fused_lora", True),
         ("disk_offload", "/tmp"),
         ("moe_paging", True),
         ("host_arena", 1 << 20),

@@ -80,6 +80,7 @@ class TrainStreamSession:
         self.runner: BlockRunner | None = None
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
+        self.patches: list[Any] = []
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -158,6 +159,9 @@ class TrainStreamSession:
         """Remove every hook and give the device memory back."""
         if self.optimizer is not None:
             self.optimizer.detach()
+        for patch in reversed(self.patches):
+            patch.undo()
+        self.patches.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

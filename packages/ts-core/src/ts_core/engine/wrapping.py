@@ -11,6 +11,7 @@ from torch import nn
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
 from ts_core.engine.blocks import find_blocks
+from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.quantize import quantizable_weights, quantize_model
 from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
@@ -60,6 +61,7 @@ def wrap(
             The model is unchanged then.
     """
     config = WrapOptions.from_keywords(options)
+    patches = patches_asked_for(config)
     _check_state(model, optimizer, config)
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
@@ -93,7 +95,10 @@ def wrap(
     configure_products(model, config, log)
     start_adapters(model, log)
     quantized["codec"] = codec
-    return _start(model, optimizer, blocks, device, config, log, quantized, moments)
+    model, wrapped = _start(model, optimizer, blocks, device, config, log, quantized, moments)
+    session: TrainStreamSession = getattr(model, ATTRIBUTE)
+    session.patches = apply_patches(patches, model, blocks, device, log)
+    return model, wrapped
 
 
 def unwrap(model: ModelT) -> ModelT:
@@ -416,10 +421,13 @@ def _defaults_in_words(config: WrapOptions) -> list[str]:
         "activation_offload",
         "recompute",
         "attention",
-        "kernels",
-        "fused_lora",
         "cuda_graphs",
     ):
         if getattr(config, name) == "auto":
             lines.append(f"{name}='auto': off, not built in this version")
+    for name in ("kernels", "fused_lora"):
+        if getattr(config, name) == "auto":
+            lines.append(
+                f"{name}='auto': off until its gain has been measured; {name}=True turns it on"
+            )
     return lines
