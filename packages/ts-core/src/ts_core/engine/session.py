@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ class TrainStreamSession:
         self.patches: list[Any] = []
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
+        self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def events(self) -> list[str]:
@@ -110,6 +112,13 @@ class TrainStreamSession:
             if self.runner is not None:
                 self.runner.new_pass()
 
+        def zero_grad(set_to_none: bool = True) -> None:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none)
+            type(model).zero_grad(model, set_to_none)
+
+        model.__dict__["zero_grad"] = zero_grad  # gradients that have left are dropped too
+        self._model = weakref.ref(model)
         self._handles.append(model.register_forward_pre_hook(begin))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
@@ -165,6 +174,9 @@ class TrainStreamSession:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        model = None if self._model is None else self._model()
+        if model is not None:
+            model.__dict__.pop("zero_grad", None)
         if self.runner is not None:
             self.runner.remove()
         if self.pager is not None:

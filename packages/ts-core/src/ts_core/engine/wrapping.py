@@ -382,6 +382,7 @@ def _make_optimizer(
         "device": session.device,
         "copies": session.copies,
         "on_event": session.log,
+        "distributed": config.distributed,
     }
     made = _made_optimizer(model, optimizer, session, shared)
     made.guard_params = config.guard_params

@@ -23,6 +23,7 @@ from ts_core.optim import checks, state
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
 from ts_core.optim.options import Option, StepOptions
+from ts_core.optim.ownership import own, owners
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
@@ -38,6 +39,14 @@ _TORCH_FLAGS = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
+_DISPLACED = (
+    "another OffloadAdamW was made for parameters of this one and takes their gradients. Use one "
+    "optimizer per parameter, and load_state_dict() to go on from an older one's state."
+)
+_NO_COPY = (
+    "an OffloadAdamW cannot be copied or pickled, since it owns hooks and threads. Save "
+    "optimizer.state_dict(), and load it into a new one."
+)
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -74,9 +83,12 @@ class OffloadAdamW(torch.optim.Optimizer):
             the latter two in mode "cpu".
         seed: of the stochastic rounding of bf16 and 8-bit moments.
         device, copies, arena: the device, link and host memory to use; made when omitted.
+        distributed: None refuses plain parameters where a process group has several ranks (their
+            gradients would be taken before they are averaged); False trains separate copies.
         on_event: called with one line of plain words for each decision.
 
     Raises:
+        NotAvailableError: data parallel training; FSDP2's parameters are fine.
         OptionError: a hyper-parameter out of range, or a parameter that cannot be trained so.
     """
 
@@ -102,6 +114,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         device: Device | None = None,
         copies: CopyEngine | None = None,
         arena: PinnedArena | None = None,
+        distributed: bool | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         checks.hyper(lr, betas, eps, weight_decay)
@@ -125,6 +138,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._updates = Updates(storage, self.step_options, lambda: self.param_groups, self._say)
         self._handles: list[RemovableHandle] = []
         self._attached = False
+        self._displaced = False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -133,6 +147,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             **_TORCH_FLAGS,
         }
         super().__init__(params, defaults)
+        checks.processes(distributed, [p for g in self.param_groups for p in g["params"]])
         self.attach()
 
     # -- set-up ----------------------------------------------------------------------------
@@ -212,6 +227,29 @@ class OffloadAdamW(torch.optim.Optimizer):
             "it could unscale them. Train in bfloat16 (autocast needs no scaler there)."
         )
 
+    @property
+    def state(self) -> Any:
+        """Per parameter: step, and the state that is fp32 in memory, as live views.
+
+        Waits for updates in flight. Write into the tensors between steps, in place; entries that
+        are replaced or removed are not noticed (`load_state_dict` is).
+        """
+        updates = self.__dict__.get("_updates")
+        if updates is not None and self._resident is None and updates.buckets:
+            updates.finish()
+            state.fill_steps(updates.buckets, self._state)
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._state = value
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise StateError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(_NO_COPY)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
         super().add_param_group(param_group)
@@ -228,6 +266,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Take gradients from the parameters by hooks, during backward."""
         if self._attached:
             return
+        if self._displaced:
+            raise StateError(_DISPLACED)
         self._attached = True
         for group in self.param_groups:
             self._hook(group["params"])
@@ -309,10 +349,21 @@ class OffloadAdamW(torch.optim.Optimizer):
     def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
         # A weak reference: a hook that held the optimizer would keep both alive for ever.
         hook = functools.partial(_forward_gradient, weakref.ref(self))
+        for other in owners(params):
+            if isinstance(other, OffloadAdamW) and other is not self:
+                other.displace()
+        own(self, params)
         for param in params:
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
         mark_streamed(params)
+
+    def displace(self) -> None:
+        """Another OffloadAdamW has taken over parameters of this one, which stops here."""
+        self.detach()
+        self._updates.drop("another OffloadAdamW took over")
+        self._displaced = True
+        self._say("another OffloadAdamW was made for the same parameters and takes their gradients")
 
     def build(self) -> None:
         """Allocate buckets and state for every parameter that has none yet."""
@@ -320,9 +371,9 @@ class OffloadAdamW(torch.optim.Optimizer):
             self._show_state(bucket)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        grad, param.grad = param.grad, None
-        if grad is None:
+        if param.grad is None or self._updates.group_of(param) is None:
             return
+        grad, param.grad = param.grad, None
         if param not in self._updates.where:
             self.build()
         self._updates.take(param, grad)
@@ -348,6 +399,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         updates = self._updates
+        if self._displaced:
+            raise StateError(_DISPLACED)
         if self._resident is not None:
             options = self.step_options
             self._resident_norm = self._resident.step(
@@ -406,7 +459,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if self._resident is None:
             self._updates.refuse_mid_step("state_dict()")
             self._updates.settle()
-            live, self.state = self.state, self._filled_state()
+            live, self.state = self._state, self._filled_state()
             try:
                 return super().state_dict()
             finally:
@@ -434,12 +487,12 @@ class OffloadAdamW(torch.optim.Optimizer):
             self.after_step()
 
     def _filled_state(self) -> Any:
-        return state.filled(self._updates.buckets, type(self.state))
+        return state.filled(self._updates.buckets, type(self._state))
 
     def _show_state(self, bucket: Bucket) -> None:
         """`optimizer.state[param]`: live views where state is fp32 (the step is filled on save)."""
         for param, entry in state.live(bucket):
-            self.state[param] = entry
+            self._state[param] = entry
 
     def place_state(self, places: Sequence[str]) -> None:
         """Move the state of each bucket, in order of `buckets`.

@@ -1,47 +1,65 @@
-"""Which backward passes brought gradients, and whether one of them never came to its end."""
+"""Whether a backward pass that brought gradients raised before its end."""
 
 from __future__ import annotations
 
-import threading
+import weakref
 
 import torch
 
 
 class BackwardWatch:
-    """Notes each autograd pass at its first gradient and forgets it when it has finished.
+    """Notes each autograd pass at its first gradient.
 
-    A pass that raises never finishes. Passes inside a pass (reentrant checkpointing) are watched
-    like any other.
+    The pass is given a callback for its end. A pass that raises drops the callback without calling
+    it, which is how it is known to have failed; one that still runs, on whatever thread, has not.
+    Passes inside a pass (reentrant checkpointing) are watched like any other.
     """
 
     def __init__(self) -> None:
-        self._open: set[int] = set()
-        self._last = -1
-        self._lock = threading.Lock()
+        self._seen: set[int] = set()
+        self._failed = False
 
     def note(self) -> None:
         """A gradient has come."""
         task = int(torch._C._current_graph_task_id())
-        if task == -1 or task == self._last:
+        if task == -1 or task in self._seen:
             return
-        with self._lock:
-            self._last = task
-            if task in self._open:
-                return
-            self._open.add(task)
+        self._seen.add(task)
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._finished(task))
+        engine.queue_callback(_End(weakref.ref(self), task))
 
-    def _finished(self, task: int) -> None:
-        with self._lock:
-            self._open.discard(task)
-
-    def unfinished(self) -> bool:
-        """Whether a pass has not finished (or still runs)."""
-        return bool(self._open)
+    def failed(self) -> bool:
+        """Whether a pass has raised since `clear`."""
+        return self._failed
 
     def clear(self) -> None:
-        """Forget all of them."""
-        with self._lock:
-            self._open.clear()
-            self._last = -1
+        """Forget failures."""
+        self._failed = False
+
+    def ended(self, task: int, finished: bool) -> None:
+        """Called by the end of a pass."""
+        self._seen.discard(task)
+        if not finished:
+            self._failed = True
+
+
+class _End:
+    """Called at the end of a pass; collected without a call when the pass raised."""
+
+    def __init__(self, watch: weakref.ref[BackwardWatch], task: int) -> None:
+        self._watch = watch
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._tell(True)
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._tell(False)
+
+    def _tell(self, finished: bool) -> None:
+        watch = self._watch()
+        if watch is not None:
+            watch.ended(self._task, finished)

@@ -145,9 +145,17 @@ class Bucket:
         """
         self._absorb()
         self.closed = True
-        self._take_foreign_values()
+        self.take_foreign_values()
         self._sealed, filled = self._gradients.seal(self.counts, norm)
         return filled
+
+    def take_foreign_values(self) -> None:
+        """Values the user wrote since the last update count from now on."""
+        found = self.layout.foreign_writes()
+        self._flat = self.layout.flat()
+        for position in found:
+            offset, size = self.layout.offsets[position], self.layout.sizes[position]
+            self.place.take_values(offset, self._flat[offset : offset + size])
 
     def measuring(self, threads: int) -> Callable[[], Measured]:
         """Work for a host thread: wait for the gradients and measure them."""
@@ -261,13 +269,6 @@ class Bucket:
             stop = self.layout.offsets[end - 1] + self.layout.sizes[end - 1]
             yield Segment(offset, stop - offset, self.steps[start] + 1)
             start = end
-
-    def _take_foreign_values(self) -> None:
-        found = self.layout.foreign_writes()
-        self._flat = self.layout.flat()
-        for position in found:
-            offset, size = self.layout.offsets[position], self.layout.sizes[position]
-            self.place.take_values(offset, self._flat[offset : offset + size])
 
     def keep_master(self, position: int) -> None:
         """The master copy was loaded: do not overwrite it from the parameter at the next update."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ts_core.errors import OptionError
+from ts_core.errors import NotAvailableError, OptionError
 from ts_core.optim.layout import is_sharded, local
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,15 +116,34 @@ def eager(value: bool | None, needs_norm: bool) -> None:
         )
 
 
+def processes(distributed: bool | None, params: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse data parallel training, whose gradients would be taken before they are averaged."""
+    if distributed is True:
+        raise NotAvailableError(
+            "distributed=True is not available in this version. Use FSDP2, or one process."
+        )
+    dist = torch.distributed
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and distributed is None and not all(is_sharded(param) for param in params):
+        raise NotAvailableError(
+            "a process group with more than one rank exists, and OffloadAdamW takes gradients "
+            "before DistributedDataParallel averages them, so ranks would drift apart. Shard the "
+            "model with FSDP2 (fully_shard), or pass distributed=False to train separate copies."
+        )
+
+
 def memory(params: Sequence[torch.nn.Parameter]) -> None:
     """Refuse two parameters over the same memory: each would get an update of its own."""
-    owners: dict[int, torch.nn.Parameter] = {}
-    for param in params:
-        here = local(param)
-        if here.numel() == 0:
-            continue
-        first = owners.setdefault(here.data_ptr(), param)
-        if first is not param:
+    ranges = []
+    for param in {id(param): param for param in params}.values():
+        here = local(param.detach())
+        if here.numel() > 0:
+            span = sum((n - 1) * abs(s) for n, s in zip(here.shape, here.stride(), strict=True)) + 1
+            start = here.data_ptr()
+            ranges.append((start, start + span * here.element_size(), param))
+    ranges.sort(key=lambda found: found[:2])
+    for (_, end, first), (start, _, param) in itertools.pairwise(ranges):
+        if start < end:
             raise OptionError(
                 f"two parameters of shapes {tuple(first.shape)} and {tuple(param.shape)} share "
                 f"their memory. To tie weights, use one Parameter in both places "

@@ -7,6 +7,7 @@ and say nothing. A guard around torch's functions raises for parameters of an Of
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn.utils import clip_grad
 from ts_core.errors import StateError
 
 _streamed_ids: dict[int, weakref.ref[torch.Tensor]] = {}
-_GUARDED = ("clip_grad_norm_", "clip_grad_value_")
+_GUARDED = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
 def mark_streamed(params: Iterable[torch.Tensor]) -> None:
@@ -34,14 +35,26 @@ def unmark_streamed(params: Iterable[torch.Tensor]) -> None:
 
 
 def install_clip_guard() -> None:
-    """Wrap torch's clipping functions once per process."""
+    """Guard torch's clipping functions once per process, wherever they were imported before.
+
+    Each is a no_grad wrapper around the function proper, which is exchanged inside the wrapper, so
+    that every reference to it is guarded. A torch without that wrapper has its names exchanged.
+    """
     for name in _GUARDED:
-        original = getattr(clip_grad, name)
-        if getattr(original, "_trainstream_guard", False):
+        original = getattr(clip_grad, name, None)
+        if original is None or getattr(original, "_trainstream_guard", False):
+            continue
+        cells = [
+            cell for cell in original.__closure__ or () if inspect.isfunction(cell.cell_contents)
+        ]
+        if len(cells) == 1:
+            cells[0].cell_contents = _guard(cells[0].cell_contents)
+            original._trainstream_guard = True
             continue
         guarded = _guard(original)
         setattr(clip_grad, name, guarded)
-        setattr(torch.nn.utils, name, guarded)
+        if hasattr(torch.nn.utils, name):
+            setattr(torch.nn.utils, name, guarded)
 
 
 def _forget(key: int, _: object) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ts_core.errors import StateError
+
 SMALL_BYTES = 1 << 20
 BUCKET_BYTES = 16 << 20
 PAD = 256  # elements; the block of 8-bit moments, so that a parameter starts one
@@ -126,6 +128,12 @@ class FlatLayout:
         changed = []
         for position, param in enumerate(self.params):
             here = local(param.data)
+            if here.dtype is not self.dtype:
+                raise StateError(
+                    f"a parameter of shape {tuple(param.shape)} was {self.dtype} when its "
+                    f"optimizer state was made and is {here.dtype} now. Convert the model before "
+                    f"its first backward, or make a new optimizer."
+                )
             now = (param._version, here.data_ptr())
             if now == self._seen[position]:
                 continue

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from ts_core.device.base import Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim import norms, read_guard
@@ -124,6 +126,7 @@ class UpdatePipeline:
     ) -> read_guard.Flight:
         """Queue a closed bucket's update; reads of its parameters wait from here on."""
         trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
+        bucket.take_foreign_values()  # what was written between backward and step, too
         bucket.mark_written()
         update = bucket.take_update(hyper)
         place = bucket.place
@@ -143,9 +146,17 @@ class UpdatePipeline:
         if place.on_device and verdict is None:
             self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
         flight = bucket.flew(job)
-        if self.guard_reads and read_guard.can_guard(trained):
+        if self.guards(trained):
             read_guard.guard(trained, flight)
         return flight
+
+    def guards(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether reads of these wait by themselves; else step() waits, or the caller does."""
+        return (
+            self.guard_reads
+            and read_guard.can_guard(params)
+            and not read_guard.compiled_code_in_use()
+        )
 
     def drop_measures(self) -> None:
         """The step's gradients are dropped."""

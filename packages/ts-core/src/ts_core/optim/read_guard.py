@@ -8,6 +8,8 @@ nn.Parameter again once the new values are there. A view taken before step() is 
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -87,6 +89,10 @@ class Flight:
         self._copies.wait_compute(event)
         return event.query()
 
+    def settle(self) -> None:
+        """Block until the update has run, whatever came of it (readers learn of an error)."""
+        self._job.exception()
+
 
 _flights: dict[int, tuple[weakref.ref[nn.Parameter], Flight]] = {}
 _lock = threading.Lock()
@@ -128,6 +134,23 @@ def release(params: Sequence[nn.Parameter]) -> None:
             _flights.pop(id(param), None)
             if type(param) is ParameterInFlight:
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def compiled_code_in_use() -> bool:
+    """Whether torch.compile has been used: its guards look at classes, so these must not change."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(eval_frame, "cached_backends", None) or {}
+    return any(backend is not None for backend in backends.values())
+
+
+def _before_fork() -> None:
+    """A child has none of the threads that would finish these updates."""
+    for _, flight in list(_flights.values()):
+        flight.settle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 def in_flight(param: nn.Parameter) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ts_core.errors import DataError
+from ts_core.errors import DataError, OptionError
+from ts_core.optim import checks
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.layout import is_sharded, local
 
@@ -24,6 +25,14 @@ def live(bucket: Bucket) -> Iterator[tuple[torch.nn.Parameter, dict[str, torch.T
         for name, flat in views.items():
             entry[name] = _like(param, bucket.layout.view(flat, position))
         yield param, entry
+
+
+def fill_steps(buckets: Sequence[Bucket], entries: Mapping[Any, dict[str, Any]]) -> None:
+    """Write the step counts into the entries handed out by `live`."""
+    for bucket in buckets:
+        for position, param in enumerate(bucket.params):
+            if param in entries:
+                entries[param]["step"].fill_(float(bucket.steps[position]))
 
 
 def filled(buckets: Sequence[Bucket], mapping: type[Any]) -> Any:
@@ -113,6 +122,12 @@ def check(groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]) -> No
                 f"param group {number} of the state dict was made with amsgrad or maximize, "
                 f"which OffloadAdamW does not have."
             )
+        names = ("lr", "betas", "eps", "weight_decay")
+        if all(name in saved for name in names):
+            try:
+                checks.hyper(*(saved[name] for name in names))
+            except (OptionError, TypeError, ValueError) as error:
+                raise DataError(f"param group {number} of the state dict: {error}") from None
         for param, key in zip(group["params"], saved["params"], strict=True):
             _check_entry(param, key, state_dict["state"].get(key, {}))
 
@@ -125,6 +140,10 @@ def _check_entry(param: torch.nn.Parameter, key: Any, entry: Mapping[str, Any]) 
         raise DataError(
             f"the state of parameter {key} lacks {sorted(missing)}: it was not saved by an "
             f"Adam optimizer."
+        )
+    if not 0 <= float(entry["step"]) < 1 << 53:
+        raise DataError(
+            f"the state of parameter {key} has step {float(entry['step'])}; expected a count."
         )
     for name in ("exp_avg", "exp_avg_sq", "master"):
         if name in entry and tuple(entry[name].shape) != tuple(param.shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ts_core.errors import OptionError, StateError
-from ts_core.optim import checks, read_guard
+from ts_core.optim import checks
 from ts_core.optim.backwards import BackwardWatch
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.hybrid import HybridSplit
@@ -59,6 +60,9 @@ class Updates:
         self._arrivals = 0
         self._backwards = BackwardWatch()
         self._warned_late = False
+        self._signature: tuple[tuple[int, int, int], ...] = ()
+        self._group_by_id: dict[int, dict[str, Any]] = {}
+        self._process = os.getpid()
 
     def build(self) -> Iterator[Bucket]:
         """Make buckets and state for parameters that have none; yields the new ones."""
@@ -107,6 +111,11 @@ class Updates:
                 f"a parameter of shape {tuple(param.shape)} has a {grad.layout} gradient. "
                 f"OffloadAdamW takes dense gradients: turn sparse=True off."
             )
+        if os.getpid() != self._process:
+            raise StateError(
+                "an OffloadAdamW was used in a forked child process, which has none of the "
+                "parent's threads. Train in the parent only, or start workers with 'spawn'."
+            )
         self._backwards.note()
         self._arrivals += 1
         index, position = self.where[param]
@@ -124,8 +133,26 @@ class Updates:
                 self.pipeline.hold_back(bucket, self.storage.device_inflight_bytes())
             self.pipeline.launch(bucket, bucket.used, None)
 
+    def group_of(self, param: torch.nn.Parameter) -> dict[str, Any] | None:
+        """The param group that holds `param` now; None if the user took it out."""
+        groups = self._groups()
+        signature = tuple(
+            (id(group), id(group["params"]), len(group["params"])) for group in groups
+        )
+        if signature != self._signature:
+            self._signature = signature
+            self._group_by_id = {id(p): group for group in groups for p in group["params"]}
+        return self._group_by_id.get(id(param))
+
     def _hyper(self, bucket: Bucket) -> Hyper:
-        group = self._groups()[bucket.group_index]
+        present = [self.group_of(param) for param in bucket.params]
+        found = [group for group in present if group is not None]
+        if any(group is not found[0] for group in found):
+            raise StateError(
+                "parameters were moved between param groups after their optimizer state was made. "
+                "Build the optimizer with the groups as they are to be."
+            )
+        group = found[0]
         beta1, beta2 = group["betas"]
         return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
@@ -143,7 +170,7 @@ class Updates:
         else:
             self._launch(buckets)
         for bucket in buckets:
-            if self.pipeline.guard_reads and not read_guard.can_guard(bucket.params):
+            if self.pipeline.guard_reads and not self.pipeline.guards(bucket.params):
                 bucket.finish()
             bucket.reset()
         self._backwards.clear()
@@ -197,8 +224,8 @@ class Updates:
             )
 
     def backward_failed(self) -> bool:
-        """Whether a backward brought gradients and has not come to its end."""
-        return self._backwards.unfinished()
+        """Whether a backward brought gradients and then raised."""
+        return self._backwards.failed()
 
     def refuse_mid_step(self, what: str) -> None:
         """Raise if gradients of an unfinished step are here.
