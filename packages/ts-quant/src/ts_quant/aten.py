@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ts_quant.codecs.base import codec_named
+from ts_quant.errors import FrozenWeightError
 from ts_quant.tensor import ATEN_HANDLERS, AtenHandler, QuantTensor, _on_dequantized
 
 aten = torch.ops.aten
@@ -69,10 +70,31 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     if not isinstance(target, QuantTensor):
         return _on_dequantized(func, args, kwargs)
-    for mine, new in zip(target.buffers(), _encoded_like(target, source), strict=True):
+    pairs = zip(target.buffers(), _encoded_like(target, source), strict=True)
+    fitted = [(mine, _fitting(target, mine, new)) for mine, new in pairs]  # all, before any write
+    for mine, new in fitted:
         func(mine, new, *args[2:], **kwargs)
     target._edits += 1
     return target
+
+
+def _fitting(target: QuantTensor, mine: Tensor, new: Tensor) -> Tensor:
+    """`new` in the shape and dtype that the target's buffer has (checkpoints store their own).
+
+    Raises:
+        FrozenWeightError: it holds another number of bytes.
+    """
+    if new.dtype is not mine.dtype and new.element_size() == mine.element_size():
+        new = new.contiguous().view(mine.dtype)
+    if new.dtype is not mine.dtype or new.numel() != mine.numel():
+        raise FrozenWeightError(
+            f"a {target.codec} weight of shape {tuple(target.shape)} keeps a buffer of shape "
+            f"{tuple(mine.shape)} ({mine.dtype}) as its checkpoint stored it, and new values "
+            f"encode to {tuple(new.shape)} ({new.dtype}). Nothing was written. Replace the "
+            f"parameter instead: module.weight = Parameter(quantize(values, {target.codec!r}), "
+            f"requires_grad=False)."
+        )
+    return new.reshape(mine.shape)
 
 
 def _encoded_like(target: QuantTensor, source: Tensor) -> tuple[Tensor, ...]:

@@ -141,6 +141,16 @@ class QuantTensor(torch.Tensor):
         """The inner tensors, as they are now."""
         return tuple([getattr(self, name) for name in self._names])
 
+    def share_memory_(self) -> QuantTensor:
+        """Move the inner tensors to shared memory, as torch.Tensor.share_memory_ does; in place."""
+        for buffer in self.buffers():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the inner tensors are in shared memory (always on a GPU)."""
+        return all(buffer.is_shared() for buffer in self.buffers())
+
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The weight as an ordinary tensor.
 

@@ -39,6 +39,15 @@ def plan(header: Header, config: Mapping[str, Any], read: ReadSmall) -> ReadPlan
                 f"the checkpoint stores weights in compressed-tensors' format {name!r}, which "
                 f"this version does not read; it reads {' and '.join(_READ)}"
             )
+    for key, what in (
+        ("transform_config", "online transforms of activations"),
+        ("sparsity_config", "sparse weights"),
+    ):
+        if config.get(key):
+            raise NotAvailableError(
+                f"the checkpoint's compressed-tensors config has {key} ({what}), which this "
+                f"version does not read; without it products would be wrong."
+            )
     if str(config.get("quantization_status", "compressed")) != "compressed":
         raise NotAvailableError(
             f"the checkpoint's quantization_status is {config['quantization_status']!r}: its "

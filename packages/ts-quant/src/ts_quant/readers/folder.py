@@ -39,9 +39,7 @@ def iterate_checkpoint(
         NotAvailableError: a format or an algorithm that is not read, by name.
     """
     path = Path(folder)
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} holds no .safetensors file")
+    files = _files(path)
     entries: dict[str, Entry] = {}
     for file in files:
         found, _ = read_header(file)
@@ -78,3 +76,28 @@ def _json(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise CheckpointError(f"{file} is no JSON object")
     return found
+
+
+def _files(path: Path) -> list[Path]:
+    """The shards that the index names, or every .safetensors file where there is no index."""
+    index = path / "model.safetensors.index.json"
+    found = _json(index)
+    if found is None:
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{path} holds no .safetensors file")
+        return files
+    shards = found.get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    names = sorted(set(shards.values()))
+    strange = [name for name in names if Path(name).name != name]
+    if strange:
+        raise CheckpointError(f"{index} names files outside its folder: {', '.join(strange)}")
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index} names {len(missing)} files that are not in the folder: "
+            f"{', '.join(missing[:5])}. Download them, or remove the index."
+        )
+    return [path / name for name in names]
