@@ -49,7 +49,7 @@ def test_block_parameters_counts_what_transformers_builds(shape) -> None:
 
 
 def test_names_tell_the_settings() -> None:
-    assert len(SCENARIOS) == 11
+    assert len(SCENARIOS) == 12
     scenario = get_scenario("lora-14b-nf4-1x512-24g")
     assert (scenario.shape, scenario.batch, scenario.tokens) == (QWEN_14B, 1, 512)
     assert (scenario.mode, scenario.base, scenario.lora_rank) == ("lora", "nf4", 16)
@@ -57,6 +57,7 @@ def test_names_tell_the_settings() -> None:
     assert get_scenario("full-1.5b-4x512-8g").limit_bytes == 8 * GB
     for name, scenario in SCENARIOS.items():
         assert scenario.name == name
+        assert name.endswith("-clip") == (scenario.max_grad_norm is not None)
         assert name.startswith(scenario.mode) or not scenario.needs_gpu
         if scenario.needs_gpu:
             assert f"{scenario.batch}x{scenario.tokens}" in name
