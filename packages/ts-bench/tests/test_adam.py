@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from ts_bench.adam import AdamRun, Timing, measure
 from ts_bench.cli import main
 from ts_core import _native
 from ts_core.errors import OptionError
+
+
+@pytest.fixture(autouse=True)
+def _same_simd_level_afterwards() -> Iterator[None]:
+    """The level belongs to the process, and single updates choose theirs."""
+    before = _native.simd_level()
+    yield
+    _native.set_simd_level(before)
+
 
 LAYOUTS = [(p, m) for p in ("fp32", "bf16 + fp32 master") for m in adam_updates.MOMENTS]
 
