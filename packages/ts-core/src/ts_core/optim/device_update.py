@@ -7,6 +7,7 @@ device the native kernel takes its place.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def scalars(hyper: Hyper, step: int, scale: float) -> Scalars:
 
 
 def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+    return ctypes.c_float(value).value
 
 
 def update_on_host(

@@ -54,6 +54,11 @@ class NormParts:
         here, there = self._host_sets[step % 2], self._device_sets[step % 2]
         return self._copies.d2h(here, there, after=self._copies.record_compute()), here
 
+    def arrived(self, event: Event, parts: torch.Tensor) -> torch.Tensor:
+        """What `fetch` returned, once it is on the host; waiting holds no core (worker thread)."""
+        self._copies.device.host_wait(event)
+        return parts
+
 
 def judge(
     norm: float,

@@ -83,8 +83,8 @@ class UpdatePipeline:
         def device_norms() -> dict[int, float]:
             if fetched is None:
                 return {}
-            event, parts = fetched
-            event.synchronize()
+            assert self._parts is not None
+            parts = self._parts.arrived(*fetched)
             return {index: float(parts[index]) for index in indices}
 
         def decide(total: float, bad: str) -> Verdict:
@@ -126,7 +126,8 @@ class UpdatePipeline:
     ) -> read_guard.Flight:
         """Queue a closed bucket's update; reads of its parameters wait from here on."""
         trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
-        bucket.take_foreign_values()  # what was written between backward and step, too
+        if bucket.used is None:  # not during backward: what was written since the close counts
+            bucket.take_foreign_values()
         bucket.mark_written()
         update = bucket.take_update(hyper)
         place = bucket.place

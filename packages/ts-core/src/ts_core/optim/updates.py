@@ -145,8 +145,9 @@ class Updates:
         return self._group_by_id.get(id(param))
 
     def _hyper(self, bucket: Bucket) -> Hyper:
-        present = [self.group_of(param) for param in bucket.params]
-        found = [group for group in present if group is not None]
+        first = self.group_of(bucket.params[0])  # also brings the table up to date
+        others = [self._group_by_id.get(id(param)) for param in bucket.params[1:]]
+        found = [group for group in (first, *others) if group is not None]
         if any(group is not found[0] for group in found):
             raise StateError(
                 "parameters were moved between param groups after their optimizer state was made. "
