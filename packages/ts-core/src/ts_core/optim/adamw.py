@@ -24,6 +24,7 @@ from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
 from ts_core.optim.options import Option, StepOptions
 from ts_core.optim.ownership import own, owners
+from ts_core.optim.refusals import RefusingOptimizer
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
@@ -43,13 +44,9 @@ _DISPLACED = (
     "another OffloadAdamW was made for parameters of this one and takes their gradients. Use one "
     "optimizer per parameter, and load_state_dict() to go on from an older one's state."
 )
-_NO_COPY = (
-    "an OffloadAdamW cannot be copied or pickled, since it owns hooks and threads. Save "
-    "optimizer.state_dict(), and load it into a new one."
-)
 
 
-class OffloadAdamW(torch.optim.Optimizer):
+class OffloadAdamW(RefusingOptimizer):
     """torch.optim.AdamW with its state in host memory, or split between host and device.
 
     Gradients are taken from the parameters by hooks during backward (`param.grad` is None
@@ -221,13 +218,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._updates.pipeline.guard_reads = value
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        raise StateError(
-            "torch.amp.GradScaler cannot work with OffloadAdamW: gradients leave the device before "
-            "it could unscale them. Train in bfloat16 (autocast needs no scaler there)."
-        )
-
-    @property
     def state(self) -> Any:
         """Per parameter: step, and the state that is fp32 in memory, as live views.
 
@@ -243,12 +233,6 @@ class OffloadAdamW(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         self._state = value
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise StateError(_NO_COPY)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(_NO_COPY)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
