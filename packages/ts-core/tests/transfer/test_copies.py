@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -81,3 +82,23 @@ def test_idle_streams_take_no_cpu() -> None:
     time.sleep(0.3)
     assert time.process_time() - before < 0.1
     assert len(streams) == 4
+
+
+def test_sleeping_streams_hold_nothing() -> None:
+    class Work:
+        def __init__(self) -> None:
+            self.done = threading.Event()
+
+        def __call__(self) -> None:
+            self.done.set()
+
+    stream = HostDevice().new_stream("held")
+    work = Work()
+    gone, done = weakref.ref(work), work.done
+    stream.submit(work)
+    assert done.wait(20)
+    del work
+    end = time.monotonic() + 20
+    while gone() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    assert gone() is None

@@ -87,6 +87,7 @@ def _drain(
         except BaseException as error:
             if state.error is None:
                 state.error = error
+        del item  # or a sleeping stream would keep the tensors of its last copy alive
 
 
 class CallingThread:
