@@ -11,7 +11,7 @@ from torch import nn
 from ts_core import OffloadAdamW
 from ts_core.config import WrapOptions
 from ts_core.engine.placement import model_profile
-from ts_core.engine.wrapping import _gradients_in_flight
+from ts_core.engine.planning import gradients_in_flight
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 )
 def test_which_gradients_wait(options: dict[str, Any], waits: bool) -> None:
     config = WrapOptions.from_keywords({"max_inflight_bytes": MIB, **options})
-    found = _gradients_in_flight(None, config)
+    found = gradients_in_flight(None, config)
     assert (found is None) == waits
     assert waits or found == 2 * MIB
 
@@ -38,8 +38,8 @@ def test_which_gradients_wait(options: dict[str, Any], waits: bool) -> None:
 def test_an_optimizer_that_was_passed_counts_too() -> None:
     params = [nn.Parameter(torch.zeros(3))]
     config = WrapOptions.from_keywords({})
-    assert _gradients_in_flight(OffloadAdamW(params, mode="gpu", max_grad_norm=1.0), config) is None
-    assert _gradients_in_flight(OffloadAdamW(params, max_grad_norm=1.0), config) is not None
+    assert gradients_in_flight(OffloadAdamW(params, mode="gpu", max_grad_norm=1.0), config) is None
+    assert gradients_in_flight(OffloadAdamW(params, max_grad_norm=1.0), config) is not None
 
 
 def test_bytes() -> None:

@@ -13,25 +13,27 @@ from ts_core.device import Device, resolve_device
 from ts_core.engine.blocks import find_blocks
 from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
-from ts_core.engine.quantize import quantizable_weights, quantize_model
-from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
+from ts_core.engine.planning import (
+    choose_codec,
+    choose_moments,
+    gradients_in_flight,
+    machine_profile,
+    plan_options,
+)
+from ts_core.engine.quantize import quantize_model
+from ts_core.engine.quantize_options import quantize_options
 from ts_core.engine.runner import BlockRunner
 from ts_core.engine.served import configure_products, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
-from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError, StateError
+from ts_core.errors import NotAvailableError, OptionError, StateError
 from ts_core.memory.arena import default_arena
-from ts_core.memory.ram import ram_available_bytes
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
-from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
-from ts_core.registry import codecs
-from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
-from ts_core.schedule.plan import human
+from ts_core.optim.moments import bytes_per_value
+from ts_core.schedule import make_plan
 from ts_core.store import Leaf, ParamPager, build_image
 from ts_core.transfer import CopyEngine
-from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_OFF = ("none", None, False)
 
 
 def wrap(
@@ -72,9 +74,9 @@ def wrap(
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
-        moments = _choose_moments(model, optimizer, config, log)
-        in_flight = _gradients_in_flight(optimizer, config)
-        codec = _choose_codec(model, blocks, device, config, log, moments, in_flight)
+        moments = choose_moments(model, optimizer, config, log)
+        in_flight = gradients_in_flight(optimizer, config)
+        codec = choose_codec(model, blocks, device, config, log, moments, in_flight)
         options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
@@ -127,9 +129,9 @@ def _start(
     moments: str,
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks)
-    in_flight = _gradients_in_flight(optimizer, config)
+    in_flight = gradients_in_flight(optimizer, config)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
-    plan = make_plan(profile, _machine(device), _plan_options(config, len(blocks)))
+    plan = make_plan(profile, machine_profile(device), plan_options(config))
     for reason in plan.reasons:
         log(f"plan: {reason}")
     copies = CopyEngine(device, config.max_inflight_bytes)
@@ -240,131 +242,6 @@ def _device_for(model: nn.Module, config: WrapOptions) -> Device:
         if parameter.device.type == "cuda":
             return resolve_device(parameter.device)
     return resolve_device(None)
-
-
-def _machine(device: Device) -> MachineProfile:
-    return MachineProfile(
-        device_bytes=device.usable_bytes(),
-        host_available=ram_available_bytes(),
-        counts_fixed=device.separate_memory,
-    )
-
-
-def _plan_options(config: WrapOptions, block_count: int) -> PlanOptions:
-    asked = config.param_offload
-    if isinstance(asked, list | tuple):
-        asked = tuple(asked)
-    elif not isinstance(asked, bool) and isinstance(asked, int | float):
-        asked = float(asked)
-    return PlanOptions(param_offload=asked, headroom=config.vram_headroom)
-
-
-def _choose_moments(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: WrapOptions,
-    log: EventLog,
-) -> str:
-    """How optimizer moments are kept: as asked, or the most precise that host memory holds."""
-    if config.moment_dtype != "auto":
-        kind = checks.moment_kind(config.moment_dtype)
-        checks.mode(config.optimizer_mode, kind, None)
-        return kind
-    if isinstance(optimizer, OffloadAdamW):
-        return optimizer.moments
-    if config.optimizer_mode in ("gpu", "hybrid"):
-        return "float32"
-    available = ram_available_bytes()
-    for kind in MOMENT_KINDS:
-        needed = model_profile(model, (), bytes_per_value(kind)).host_state
-        if needed <= available:
-            if kind != "float32":
-                log(
-                    f"moment_dtype='auto': {kind} moments, since fp32 ones do not fit in the "
-                    f"{human(available)} of host memory available"
-                )
-            return kind
-    return "float32"  # the planner refuses, and says by how much
-
-
-def _gradients_in_flight(
-    optimizer: torch.optim.Optimizer | None, config: WrapOptions
-) -> int | None:
-    """Bytes of gradients on their way off the device at once; None when they wait there."""
-    mode = config.optimizer_mode
-    waits = (
-        config.max_grad_norm is not None or config.eager is False or config.accumulation_steps > 1
-    )
-    if isinstance(optimizer, OffloadAdamW):
-        mode = optimizer.mode if mode == "cpu" else mode
-        waits = waits or not optimizer.eager or optimizer.accumulation_steps > 1
-    if mode != "cpu" and waits:
-        return None
-    return 2 * (config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
-
-
-def _choose_codec(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    device: Device,
-    config: WrapOptions,
-    log: EventLog,
-    moments: str,
-    in_flight: int | None,
-) -> str | None:
-    """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
-    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments), in_flight)
-    weights = quantizable_weights(blocks)
-    options = _plan_options(config, len(blocks))
-    machine = _machine(device)
-
-    def plan_with(codec_name: str | None) -> Plan:
-        return make_plan(_estimate(profile, weights, codec_name, config), machine, options)
-
-    asked = config.quantize
-    if asked in _OFF:
-        return _accept(plan_with(None), None, config, log)
-    if asked != "auto":
-        return _accept(plan_with(asked), asked, config, log)
-    plain = plan_with(None)
-    enough = plain.fits and not (config.prefer == "speed" and plain.paged)
-    if enough or not any(count for count, _ in weights):
-        return _accept(plain, None, config, log)
-    for name in _by_precision():
-        plan = plan_with(name)
-        if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
-            log(f"quantize='auto': {name} chosen, since the run does not fit without it")
-            return _accept(plan, name, config, log)
-    return _accept(plain, None, config, log)
-
-
-def _accept(plan: Plan, codec: str | None, config: WrapOptions, log: EventLog) -> str | None:
-    if not plan.fits:
-        if config.check_memory:
-            raise OutOfBudgetError(" ".join(plan.reasons))
-        log(f"check_memory=False: going on although {' '.join(plan.reasons)}")
-    return codec
-
-
-def _by_precision() -> list[str]:
-    found = [(codecs.get(name).error_rank_order, name) for name in codecs.names()]
-    return [name for _, name in sorted(found)]
-
-
-def _estimate(
-    profile: ModelProfile,
-    weights: Sequence[tuple[int, int]],
-    codec_name: str | None,
-    config: WrapOptions,
-) -> ModelProfile:
-    if codec_name is None:
-        return profile
-    per_weight = bytes_per_weight(codec_name, config)
-    pageable = tuple(
-        size - plain_bytes + int(count * per_weight)
-        for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)
-    )
-    return ModelProfile(pageable, profile.fixed_device, profile.trained, profile.host_state)
 
 
 def _make_optimizer(

@@ -1,0 +1,150 @@
+"""What wrap() asks of the planner: profiles of model and machine, and what "auto" chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ts_core.config import WrapOptions
+from ts_core.device import Device
+from ts_core.engine.placement import block_leaves, model_profile
+from ts_core.engine.quantize import quantizable_weights
+from ts_core.engine.quantize_options import bytes_per_weight
+from ts_core.engine.session import EventLog
+from ts_core.errors import OutOfBudgetError
+from ts_core.memory.ram import ram_available_bytes
+from ts_core.optim import OffloadAdamW, checks
+from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
+from ts_core.registry import codecs
+from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
+from ts_core.schedule.plan import human
+from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
+
+_OFF = ("none", None, False)
+
+
+def machine_profile(device: Device) -> MachineProfile:
+    """Memory that `device` and the host offer now."""
+    return MachineProfile(
+        device_bytes=device.usable_bytes(),
+        host_available=ram_available_bytes(),
+        counts_fixed=device.separate_memory,
+    )
+
+
+def plan_options(config: WrapOptions) -> PlanOptions:
+    """The planner's part of the options of wrap()."""
+    asked = config.param_offload
+    if isinstance(asked, list | tuple):
+        asked = tuple(asked)
+    elif not isinstance(asked, bool) and isinstance(asked, int | float):
+        asked = float(asked)
+    return PlanOptions(param_offload=asked, headroom=config.vram_headroom)
+
+
+def choose_moments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: WrapOptions,
+    log: EventLog,
+) -> str:
+    """How optimizer moments are kept: as asked, or the most precise that host memory holds."""
+    if config.moment_dtype != "auto":
+        kind = checks.moment_kind(config.moment_dtype)
+        checks.mode(config.optimizer_mode, kind, None)
+        return kind
+    if isinstance(optimizer, OffloadAdamW):
+        return optimizer.moments
+    if config.optimizer_mode in ("gpu", "hybrid"):
+        return "float32"
+    available = ram_available_bytes()
+    for kind in MOMENT_KINDS:
+        needed = model_profile(model, (), bytes_per_value(kind)).host_state
+        if needed <= available:
+            if kind != "float32":
+                log(
+                    f"moment_dtype='auto': {kind} moments, since fp32 ones do not fit in the "
+                    f"{human(available)} of host memory available"
+                )
+            return kind
+    return "float32"  # the planner refuses, and says by how much
+
+
+def gradients_in_flight(optimizer: torch.optim.Optimizer | None, config: WrapOptions) -> int | None:
+    """Bytes of gradients on their way off the device at once; None when they wait there."""
+    mode = config.optimizer_mode
+    waits = (
+        config.max_grad_norm is not None or config.eager is False or config.accumulation_steps > 1
+    )
+    if isinstance(optimizer, OffloadAdamW):
+        mode = optimizer.mode if mode == "cpu" else mode
+        waits = waits or not optimizer.eager or optimizer.accumulation_steps > 1
+    if mode != "cpu" and waits:
+        return None
+    return 2 * (config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
+
+
+def choose_codec(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: Device,
+    config: WrapOptions,
+    log: EventLog,
+    moments: str,
+    in_flight: int | None,
+) -> str | None:
+    """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
+    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments), in_flight)
+    weights = quantizable_weights(blocks)
+    options = plan_options(config)
+    machine = machine_profile(device)
+
+    def plan_with(codec_name: str | None) -> Plan:
+        return make_plan(_estimate(profile, weights, codec_name, config), machine, options)
+
+    asked = config.quantize
+    if asked in _OFF:
+        return _accept(plan_with(None), None, config, log)
+    if asked != "auto":
+        return _accept(plan_with(asked), asked, config, log)
+    plain = plan_with(None)
+    enough = plain.fits and not (config.prefer == "speed" and plain.paged)
+    if enough or not any(count for count, _ in weights):
+        return _accept(plain, None, config, log)
+    for name in _by_precision():
+        plan = plan_with(name)
+        if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
+            log(f"quantize='auto': {name} chosen, since the run does not fit without it")
+            return _accept(plan, name, config, log)
+    return _accept(plain, None, config, log)
+
+
+def _accept(plan: Plan, codec: str | None, config: WrapOptions, log: EventLog) -> str | None:
+    if not plan.fits:
+        if config.check_memory:
+            raise OutOfBudgetError(" ".join(plan.reasons))
+        log(f"check_memory=False: going on although {' '.join(plan.reasons)}")
+    return codec
+
+
+def _by_precision() -> list[str]:
+    found = [(codecs.get(name).error_rank_order, name) for name in codecs.names()]
+    return [name for _, name in sorted(found)]
+
+
+def _estimate(
+    profile: ModelProfile,
+    weights: Sequence[tuple[int, int]],
+    codec_name: str | None,
+    config: WrapOptions,
+) -> ModelProfile:
+    if codec_name is None:
+        return profile
+    per_weight = bytes_per_weight(codec_name, config)
+    pageable = tuple(
+        size - plain_bytes + int(count * per_weight)
+        for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)
+    )
+    return ModelProfile(pageable, profile.fixed_device, profile.trained, profile.host_state)
