@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainstream._lazy import load
 
 if TYPE_CHECKING:
+    from ts_core import HardwareProfile as HardwareProfile
     from ts_core import OffloadAdamW as OffloadAdamW
     from ts_core import PagedKVCache as PagedKVCache
     from ts_core import ParamPager as ParamPager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ts_core import init_lora_from_error as init_lora_from_error
     from ts_core import memory_report as memory_report
     from ts_core import pinned_stats as pinned_stats
+    from ts_core import profile_hardware as profile_hardware
     from ts_core import quantize_model as quantize_model
     from ts_core import reserve_pinned as reserve_pinned
     from ts_core import unwrap as unwrap
@@ -50,6 +52,7 @@ __version__ = "0.8.0"
 
 # Public name -> module that has it.
 _HOME = {
+    "HardwareProfile": "ts_core",
     "OffloadAdamW": "ts_core",
     "PagedKVCache": "ts_core",
     "ParamPager": "ts_core",
@@ -60,6 +63,7 @@ _HOME = {
     "init_lora_from_error": "ts_core",
     "memory_report": "ts_core",
     "pinned_stats": "ts_core",
+    "profile_hardware": "ts_core",
     "quantize_model": "ts_core",
     "reserve_pinned": "ts_core",
     "unwrap": "ts_core",

@@ -181,15 +181,18 @@ def test_a_missing_triton_matters_with_a_gpu_only(monkeypatch: pytest.MonkeyPatc
     assert found.to_fix == ["Triton is missing (slow kernels): python -m pip install triton"]
 
 
-def test_measuring_prints_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ts_core.doctor import measure
+def test_rates_are_shown_when_measured_and_from_then_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ts_core.schedule import hardware
 
-    monkeypatch.setattr(measure, "_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "_ADAMW_ELEMENTS", 1 << 16)
+    monkeypatch.setenv("TRAINSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(hardware, "_MIB", 1 << 12)
+    assert "measured" not in sections(diagnose(NO_GPU, MACHINE).text())
     part = sections(diagnose(NO_GPU, MACHINE, measure=True).text())["measured"]
-    assert re.search(r"host copy: \d+\.\d GB/s", part)
-    assert re.search(r"host AdamW: \d+\.\d\d G parameters/s in fp32, \d+ GB/s", part)
-    assert "link" not in part
+    assert re.search(r"host copy +\d+\.\d GB/s", part)
+    assert re.search(r"host AdamW +\d+\.\d\d G parameters/s", part)
+    assert sections(diagnose(NO_GPU, MACHINE).text())["measured"] == part
 
 
 def test_importing_initializes_nothing(run_python: Run) -> None:
@@ -268,9 +271,5 @@ def test_a_real_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     properties = torch.cuda.get_device_properties(0)
     assert properties.name in parts["GPU"] and "sees it" in parts["GPU"]
     assert "page-locking 64 MiB: works" in parts["GPU"]
-    assert re.search(
-        r"link, host to device: \d+\.\d GB/s \(page-locked memory\)", parts["measured"]
-    )
-    assert re.search(
-        r"link, device to host: \d+\.\d GB/s \(page-locked memory\)", parts["measured"]
-    )
+    for line in (r"host to device +\d+\.\d GB/s \(page-locked", r"device to host +\d+\.\d GB/s"):
+        assert re.search(line, parts["measured"])

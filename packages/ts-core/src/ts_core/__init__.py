@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
     from ts_core.optim import OffloadAdamW
+    from ts_core.schedule import HardwareProfile, profile_hardware
     from ts_core.store import ParamPager
 
 __version__ = "0.8.0"
 
 _WHERE = {
+    "HardwareProfile": "ts_core.schedule",
     "OffloadAdamW": "ts_core.optim",
     "PagedKVCache": "ts_core.engine.kv_cache",
     "ParamPager": "ts_core.store",
@@ -39,6 +41,7 @@ _WHERE = {
     "init_lora_from_error": "ts_core.engine.served",
     "memory_report": "ts_core.engine",
     "pinned_stats": "ts_core.memory.arena",
+    "profile_hardware": "ts_core.schedule",
     "quantize_model": "ts_core.engine",
     "reserve_pinned": "ts_core.memory.arena",
     "unwrap": "ts_core.engine",
@@ -46,6 +49,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "HardwareProfile",
     "OffloadAdamW",
     "PagedKVCache",
     "ParamPager",
@@ -56,6 +60,7 @@ __all__ = [
     "init_lora_from_error",
     "memory_report",
     "pinned_stats",
+    "profile_hardware",
     "quantize_model",
     "reserve_pinned",
     "unwrap",

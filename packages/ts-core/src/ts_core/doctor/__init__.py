@@ -25,7 +25,7 @@ class DoctorCommand:
         parser.add_argument(
             "--measure",
             action="store_true",
-            help="also measure host copy, host AdamW and, with a GPU, the link (a few seconds)",
+            help="also measure link, host copies, host AdamW and matrix products (seconds)",
         )
 
     def run(self, args: argparse.Namespace) -> int:

@@ -52,11 +52,20 @@ def diagnose(
     _gpu(found, gpu, machine)
     _triton(found, bool(gpu.devices))
     _plugins(found)
-    if measure:
-        from ts_core.doctor.measure import measurements
-
-        found.sections.append(("measured", measurements(gpu.torch_sees) if native else ["nothing"]))
+    rates = _rates(measure) if native else []
+    if rates:
+        found.sections.append(("measured", rates))
     return found
+
+
+def _rates(measure: bool) -> list[str]:
+    """Rates of this machine: measured now, or what an earlier measurement left."""
+    from ts_core.schedule.hardware import profile_hardware, stored_profiles
+
+    profiles = [profile_hardware(force=True)] if measure else stored_profiles()[:1]
+    return [
+        line for profile in profiles for line in [*profile.summary().splitlines(), profile.note]
+    ]
 
 
 def _packages(found: Diagnosis) -> None:

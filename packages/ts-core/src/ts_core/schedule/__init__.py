@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from ts_core.schedule.hardware import profile_hardware
 from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOptions
 from ts_core.schedule.planner import make_plan, spread
+from ts_core.schedule.rates import HardwareProfile
 
-__all__ = ["MachineProfile", "ModelProfile", "Plan", "PlanOptions", "make_plan", "spread"]
+__all__ = [
+    "HardwareProfile",
+    "MachineProfile",
+    "ModelProfile",
+    "Plan",
+    "PlanOptions",
+    "make_plan",
+    "profile_hardware",
+    "spread",
+]

@@ -1,0 +1,126 @@
+"""profile_hardware(): plausible rates, kept on disk, damaged files measured anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ts_core import HardwareProfile, profile_hardware
+from ts_core.errors import DataError, OptionError
+from ts_core.schedule import hardware
+from ts_core.schedule.rates import TYPICAL_GPU, TYPICAL_HOST
+
+RATES = [field.name for field in fields(HardwareProfile) if field.type == "float"]
+
+
+@pytest.fixture(autouse=True)
+def small_and_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "_MIB", 1 << 12)
+    monkeypatch.setattr(hardware, "_known", {})
+
+
+def forget() -> None:
+    """As a new process would start."""
+    hardware._known.clear()
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry per real measurement."""
+    made: list[Any] = []
+    real = hardware._measure
+
+    def measure(*arguments: Any) -> Any:
+        made.append(arguments[1:])
+        return real(*arguments)
+
+    monkeypatch.setattr(hardware, "_measure", measure)
+    return made
+
+
+def test_every_rate_is_measured(measurements: list[Any]) -> None:
+    found = profile_hardware("host")
+    assert found.measured and len(measurements) == 1
+    assert all(getattr(found, name) > 0 for name in RATES)
+    text = found.summary()
+    for words in ("host to device", "both at once", "host AdamW", "matmul bf16", "(measured)"):
+        assert words in text
+    assert "not measured" in TYPICAL_GPU.summary()
+
+
+def test_it_is_kept_across_processes(measurements: list[Any]) -> None:
+    first = profile_hardware("host")
+    forget()
+    assert profile_hardware("host") == first
+    assert len(measurements) == 1
+    path = Path(first.note.removeprefix("kept in "))
+    assert path.parent == hardware.cache_folder()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary left
+    assert hardware.stored_profiles() == [first]
+
+
+def test_another_setting_is_another_measurement(measurements: list[Any]) -> None:
+    profile_hardware("host")
+    profile_hardware("host", threads=1)
+    profile_hardware("host", quick=False)
+    assert measurements == [(True, None), (True, 1), (False, None)]
+    profile_hardware("host", threads=1)
+    assert len(measurements) == 3
+    profile_hardware("host", threads=1, force=True)
+    assert len(measurements) == 4
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"identity": {}, "profile": {"h2d": -1}}'])
+def test_a_damaged_file_is_measured_anew(measurements: list[Any], damage: str) -> None:
+    first = profile_hardware("host")
+    path = Path(first.note.removeprefix("kept in "))
+    path.write_text(damage, encoding="utf-8")
+    forget()
+    assert hardware.stored_profiles() == []
+    assert profile_hardware("host").measured
+    assert len(measurements) == 2
+    assert json.loads(path.read_text(encoding="utf-8"))["profile"]["measured"] is True
+
+
+def test_a_folder_that_cannot_be_written_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("TRAINSTREAM_CACHE_DIR", str(tmp_path / "file" / "below"))
+    found = profile_hardware("host")
+    assert found.measured and found.note.startswith("not kept: ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"quick": 1}, {"force": None}, {"threads": 0}, {"threads": True}, {"device": "tpu"}],
+)
+def test_bad_values_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="not accepted"):
+        profile_hardware(**options)
+
+
+@pytest.mark.parametrize("profile", [TYPICAL_GPU, TYPICAL_HOST])
+def test_plain_data_there_and_back(profile: HardwareProfile) -> None:
+    assert HardwareProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+    for name in RATES:
+        with pytest.raises(DataError, match=name):
+            HardwareProfile.from_dict({**profile.to_dict(), name: "fast"})
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    monkeypatch.undo()
+    monkeypatch.setenv("TRAINSTREAM_CACHE_DIR", str(tmp_path))
+    found = profile_hardware("cuda", force=True)
+    assert found.device == torch.cuda.get_device_name(0)
+    assert found.page_locked
+    assert found.matmul_bf16 > found.matmul_fp32 > 0
+    assert found.duplex > 0.8 * max(found.h2d, found.d2h)
