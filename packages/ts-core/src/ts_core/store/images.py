@@ -11,6 +11,7 @@ from torch import nn
 from ts_core.errors import StateError
 from ts_core.memory.arena import PinnedArena
 from ts_core.store.leaves import Leaf, is_wrapper, tensor_leaves
+from ts_core.store.sources import MemorySource, Source
 
 ALIGNMENT = 256
 HOST_KEY = -1
@@ -39,17 +40,22 @@ class BlockImage:
 
     Attributes:
         index: the block's position in the stack.
-        buffer_h: uint8 [size_bytes] in host memory; what a frozen weight's value is.
+        source: where its bytes are kept.
         placements: where each leaf lies.
     """
 
     index: int
-    buffer_h: torch.Tensor
+    source: Source
     placements: tuple[Placement, ...]
     has_plain: bool
     _views: dict[int, tuple[list[torch.Tensor], list[int]]] = field(default_factory=dict)
     _pointers: list[int] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
+
+    @property
+    def buffer_h(self) -> torch.Tensor:
+        """uint8 [size_bytes] in host address space; what a frozen weight's value is."""
+        return self.source.buffer_h
 
     @property
     def size_bytes(self) -> int:
@@ -151,7 +157,7 @@ def build_image(index: int, leaves: Sequence[Leaf], arena: PinnedArena) -> Block
         placement.view(buffer_h).copy_(placement.leaf.get())
     image = BlockImage(
         index,
-        buffer_h,
+        MemorySource(buffer_h),
         tuple(placements),
         has_plain=any(placement.leaf.attribute is None for placement in placements),
     )

@@ -168,8 +168,8 @@ class ParamPager:
     def close(self) -> None:
         """Bind everything to the host images and free the ring."""
         with self._lock:
-            self.copies.synchronize()
             self._empty()
+            self.copies.synchronize()
             for image in self.images.values():
                 image.forget_views()
             self._closed = True
@@ -212,7 +212,11 @@ class ParamPager:
         slot.last_use = self._clock
         if not slot.waited:
             assert slot.ready is not None
-            self.copies.wait_compute(slot.ready)
+            try:
+                self.copies.wait_compute(slot.ready)
+            except BaseException:
+                self._drop(image)  # what a copy that failed left in the slot is never read
+                raise
             slot.waited = True
         return slot
 
@@ -225,7 +229,7 @@ class ParamPager:
             return None
         self._evict(slot)
         behind = self.copies.record_compute()
-        slot.ready = self.copies.h2d(slot.buffer[: image.size_bytes], image.buffer_h, after=behind)
+        slot.ready = image.source.load(self.copies, slot.buffer[: image.size_bytes], behind)
         slot.waited = False
         self._clock += 1
         slot.last_use = self._clock
@@ -257,15 +261,17 @@ class ParamPager:
     def _drop(self, image: BlockImage) -> None:
         """Bind to the host image and forget the slot's copy."""
         self._unbind(image)
-        slot = self._slot_of.pop(image.index, None)
-        if slot is not None:
-            del self._owner[slot.index]
+        self._forget_slot(image)
 
     def _unbind(self, image: BlockImage) -> None:
         wrote = image.take_writes()
         image.bind_host()
         self._bound.discard(image.index)
         if wrote:
-            slot = self._slot_of.pop(image.index, None)
-            if slot is not None:
-                del self._owner[slot.index]
+            self._forget_slot(image)
+
+    def _forget_slot(self, image: BlockImage) -> None:
+        slot = self._slot_of.pop(image.index, None)
+        if slot is not None:
+            slot.stop_filling()
+            del self._owner[slot.index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ts_core.transfer.copies import CopyEngine
 from ts_core.transfer.edges import DelayPlan, inject_delays, wait
+from ts_core.transfer.pending import PendingCopy
 from ts_core.transfer.slots import Slot, SlotRing
 
-__all__ = ["CopyEngine", "DelayPlan", "Slot", "SlotRing", "inject_delays", "wait"]
+__all__ = ["CopyEngine", "DelayPlan", "PendingCopy", "Slot", "SlotRing", "inject_delays", "wait"]

@@ -12,6 +12,7 @@ import torch
 
 from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
+from ts_core.transfer.pending import PendingCopy
 
 DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
 
@@ -84,7 +85,12 @@ class CopyEngine:
         return self._copy("d2h", dst_h, src_d, after)
 
     def wait_compute(self, event: Event) -> None:
-        """Make the calling thread's compute stream wait for `event`."""
+        """Make the calling thread's compute stream wait for `event`.
+
+        Of a `PendingCopy` the calling host thread first waits until it has been queued.
+        """
+        if isinstance(event, PendingCopy):
+            event = event.queued()
         edges.wait(self.device, self.device.compute_stream(), event)
 
     def record_compute(self) -> Event:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ts_core.device.base import Device, Event
+from ts_core.transfer.pending import PendingCopy
 
 
 @dataclass
@@ -16,7 +17,8 @@ class Slot:
     Attributes:
         index: position in the ring.
         buffer: uint8 [size], its address fixed for the slot's life.
-        ready: event of the copy that filled it, on the copy stream.
+        ready: event of the copy that filled it, on the copy stream; a `PendingCopy` while another
+            thread queues it.
         waited: whether the compute stream already waits for `ready`.
         last_use: counter of the last time it was entered or filled (for eviction).
     """
@@ -26,6 +28,11 @@ class Slot:
     ready: Event | None = None
     waited: bool = False
     last_use: int = 0
+
+    def stop_filling(self) -> None:
+        """Nothing more is queued into the slot by another thread once this returns."""
+        if isinstance(self.ready, PendingCopy):
+            self.ready.cancel()
 
 
 class SlotRing:
