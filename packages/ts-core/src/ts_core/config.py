@@ -269,7 +269,6 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_paging": (_one_of(False), "False"),
     "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),
-    "distributed": (_one_of(None, False), "None or False"),
     "prefetch_depth": (_one_of(1), "1 (activations are not paged yet)"),
     "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
     "max_activation_slowdown": (_one_of(0.15), "0.15 (activations are not paged yet)"),

@@ -94,7 +94,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
         ("moe_paging", True),
         ("host_arena", 1 << 20),
         ("peer", 1 << 20),
-        ("distributed", True),
         ("prefetch_depth", 2),
         ("cuda_graphs", True),
     ],
@@ -339,9 +338,17 @@ def test_unknown_codec_lists_the_installed_ones() -> None:
         wrap(tiny_model(), quantize="nf5", device="host")
 
 
-def test_group_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="torchrun"):
+        wrap(tiny_model(), distributed=True, **HOST)
+    alone = tiny_model()
+    optimizer = OffloadAdamW([p for p in alone.parameters() if p.requires_grad])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(NotAvailableError, match="more than one rank"):
-        wrap(tiny_model(), **HOST)
+    with pytest.raises(NotAvailableError, match="hybrid"):
+        wrap(tiny_model(), optimizer_mode="hybrid", **HOST)
+    with pytest.raises(OptionError, match="eager=True"):
+        wrap(tiny_model(), eager=True, **HOST)
+    with pytest.raises(OptionError, match="trains alone"):
+        wrap(alone, optimizer, **HOST)
     wrap(tiny_model(), distributed=False, **HOST)

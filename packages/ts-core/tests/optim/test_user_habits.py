@@ -203,11 +203,13 @@ def test_state_dicts_with_values_out_of_range_are_refused(lab: Any, change: Any)
         optimizer.load_state_dict(saved)
 
 
-def test_data_parallel_is_refused_by_name(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_data_parallel_cannot_do_is_refused(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(NotAvailableError, match="DistributedDataParallel"):
-        OffloadAdamW(lab.model().parameters())
+    with pytest.raises(NotAvailableError, match="hybrid"):
+        OffloadAdamW(lab.model().parameters(), mode="hybrid")
+    with pytest.raises(OptionError, match="eager=True"):
+        OffloadAdamW(lab.model().parameters(), eager=True)
     OffloadAdamW(lab.model().parameters(), distributed=False)
 
 

@@ -126,7 +126,12 @@ class TrainStreamSession:
     def watch_for_room(self) -> None:
         """offload="auto": after two updates, keep optimizer state on the device if all fits."""
         assert self.optimizer is not None
-        if self.config.offload == "auto" and self.device.separate_memory:
+        if self.optimizer.processes > 1:
+            self.log(
+                "offload='auto': optimizer state stays on the host, where gradients of the "
+                "processes are averaged"
+            )
+        elif self.config.offload == "auto" and self.device.separate_memory:
             self.optimizer.after_step = self._consider_residence
 
     def _consider_residence(self) -> None:

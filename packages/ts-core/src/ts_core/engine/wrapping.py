@@ -28,6 +28,7 @@ from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import NotAvailableError, OptionError, StateError
 from ts_core.memory.arena import default_arena
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
+from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
 from ts_core.schedule import make_plan
 from ts_core.store import Leaf, ParamPager, build_image
@@ -189,14 +190,19 @@ def _check_state(
             "the model has no parameter that requires a gradient, so there is nothing to train. "
             "Add adapters (PEFT) or unfreeze parameters before wrapping."
         )
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        if config.distributed is None:
-            raise NotAvailableError(
-                "a process group with more than one rank exists, and data parallel training is "
-                "not available in this version. Run one process, or pass distributed=False to "
-                "train separate copies."
-            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise OptionError(
+            "the model is a DistributedDataParallel, which averages gradients after they have left "
+            "the device. Pass the module inside (model.module): wrap() averages over the "
+            "processes itself."
+        )
+    several = several_processes(config.distributed, config.optimizer_mode, config.eager)
+    if several and isinstance(optimizer, OffloadAdamW) and optimizer.processes == 1:
+        raise OptionError(
+            "the OffloadAdamW was made with distributed=False, or before the process group, and "
+            "trains alone. Make it after init_process_group(), or pass distributed=False to wrap() "
+            "too."
+        )
 
 
 def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOptions) -> None:

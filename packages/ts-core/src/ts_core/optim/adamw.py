@@ -22,6 +22,7 @@ from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim import checks, state
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
+from ts_core.optim.data_parallel import join
 from ts_core.optim.options import Option, StepOptions
 from ts_core.optim.ownership import own, owners
 from ts_core.optim.refusals import RefusingOptimizer
@@ -80,12 +81,15 @@ class OffloadAdamW(RefusingOptimizer):
             the latter two in mode "cpu".
         seed: of the stochastic rounding of bf16 and 8-bit moments.
         device, copies, arena: the device, link and host memory to use; made when omitted.
-        distributed: None refuses plain parameters where a process group has several ranks (their
-            gradients would be taken before they are averaged); False trains separate copies.
+        distributed: data parallel training, where a process group has several ranks: all of them
+            start with the values of the first, and each step's gradients are averaged over them
+            (FSDP2 does that itself). None: where there is such a group. True: also require one.
+            False: train separate copies.
         on_event: called with one line of plain words for each decision.
 
     Raises:
-        NotAvailableError: data parallel training; FSDP2's parameters are fine.
+        NotAvailableError: mode "hybrid" with several processes.
+        RuntimeError: distributed=True without a process group.
         OptionError: a hyper-parameter out of range, or a parameter that cannot be trained so.
     """
 
@@ -144,7 +148,10 @@ class OffloadAdamW(RefusingOptimizer):
             **_TORCH_FLAGS,
         }
         super().__init__(params, defaults)
-        checks.processes(distributed, [p for g in self.param_groups for p in g["params"]])
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._updates.ranks = join(distributed, params, mode, self.step_options, self._say)
+        if self._updates.ranks is not None and mode == "auto":
+            self.mode = storage.mode = "cpu"
         self.attach()
 
     # -- set-up ----------------------------------------------------------------------------
@@ -200,6 +207,11 @@ class OffloadAdamW(RefusingOptimizer):
         return self._resident is not None
 
     @property
+    def processes(self) -> int:
+        """Processes whose gradients are averaged in each step; 1 when training alone."""
+        return 1 if self._updates.ranks is None else self._updates.ranks.size
+
+    @property
     def moments(self) -> str:
         """How moments are kept: "float32", "bfloat16" or "int8"."""
         return self._updates.storage.kind
@@ -243,6 +255,8 @@ class OffloadAdamW(RefusingOptimizer):
         except OptionError:
             self.param_groups.pop()
             raise
+        if self._updates.ranks is not None:
+            self._updates.ranks.share(group["params"])
         if self._attached:
             self._hook(group["params"])
 
@@ -323,6 +337,11 @@ class OffloadAdamW(RefusingOptimizer):
         """
         if self._resident is not None:
             return
+        if self._updates.ranks is not None:
+            raise StateError(
+                "make_resident() would leave the average over processes out. Keep state on the "
+                "host in data parallel training."
+            )
         self.build()
         self.detach()
         self._updates.refuse_mid_step("make_resident()")
@@ -385,6 +404,8 @@ class OffloadAdamW(RefusingOptimizer):
         updates = self._updates
         if self._displaced:
             raise StateError(_DISPLACED)
+        if updates.ranks is not None:
+            self.build()  # a process without any gradient takes part in the average too
         if self._resident is not None:
             options = self.step_options
             self._resident_norm = self._resident.step(

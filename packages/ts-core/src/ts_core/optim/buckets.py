@@ -7,7 +7,7 @@ ones (`layout`). It counts their gradients, and turns a complete step into one u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from ts_core import _native
 from ts_core.device.base import Event
 from ts_core.errors import StateError
 from ts_core.memory.arena import PinnedArena
+from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.device_update import DTYPE_NAMES
 from ts_core.optim.gradients import Gradients, Sealed
 from ts_core.optim.layout import FlatLayout, Hyper, local
@@ -161,27 +162,33 @@ class Bucket:
         """Work for a host thread: wait for the gradients and measure them."""
         assert self._sealed is not None
         sealed, device = self._sealed, self._copies.device
-        runs = [
+        runs = self._runs()
+
+        def work() -> Measured:
+            return _measure(sealed.land(device), runs, threads)
+
+        return work
+
+    def averaging(self, ranks: Ranks, measure: bool, threads: int) -> Callable[[], Measured]:
+        """Work for a host thread: make the gradients their mean over `ranks`, and measure that."""
+        assert self._sealed is not None
+        sealed, device, runs = self._sealed, self._copies.device, self._runs()
+
+        def work() -> Measured:
+            if sealed.behind is not None:
+                device.host_wait(sealed.behind)
+            mean_h = ranks.average_(sealed.land(device))
+            return _measure(mean_h, runs, threads) if measure else Measured(0.0, 0)
+
+        return work
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """(offset, size) of the parameters that have a gradient."""
+        return [
             (self.layout.offsets[position], self.layout.sizes[position])
             for position, count in enumerate(self.counts)
             if count
         ]
-
-        def work() -> Measured:
-            flat = sealed.land(device)
-            found = [
-                _native.grad_stats(
-                    flat.data_ptr() + offset * flat.element_size(),
-                    DTYPE_NAMES[flat.dtype],
-                    size,
-                    threads=threads,
-                )
-                for offset, size in runs
-            ]
-            squares = math.fsum(s for s, _ in found)
-            return Measured(squares, sum(bad for _, bad in found))
-
-        return work
 
     def mark_written(self) -> None:
         """Tell autograd that the values change, as an in-place operation would.
@@ -276,3 +283,16 @@ class Bucket:
         self.layout.foreign_writes()
         self._flat = self.layout.flat()
         self.place.take_rounded(offset, self._flat[offset : offset + size])
+
+
+def _measure(flat: torch.Tensor, runs: Sequence[tuple[int, int]], threads: int) -> Measured:
+    found = [
+        _native.grad_stats(
+            flat.data_ptr() + offset * flat.element_size(),
+            DTYPE_NAMES[flat.dtype],
+            size,
+            threads=threads,
+        )
+        for offset, size in runs
+    ]
+    return Measured(math.fsum(s for s, _ in found), sum(bad for _, bad in found))

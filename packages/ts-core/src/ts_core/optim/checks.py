@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ts_core.errors import NotAvailableError, OptionError
+from ts_core.errors import OptionError
 from ts_core.optim.layout import is_sharded, local
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -113,22 +113,6 @@ def eager(value: bool | None, needs_norm: bool) -> None:
         raise OptionError(
             "eager=True starts updates before the whole gradient is known, which max_grad_norm, "
             "compute_grad_norm and skip_nonfinite need. Use eager=None or False with them."
-        )
-
-
-def processes(distributed: bool | None, params: Sequence[torch.nn.Parameter]) -> None:
-    """Refuse data parallel training, whose gradients would be taken before they are averaged."""
-    if distributed is True:
-        raise NotAvailableError(
-            "distributed=True is not available in this version. Use FSDP2, or one process."
-        )
-    dist = torch.distributed
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and distributed is None and not all(is_sharded(param) for param in params):
-        raise NotAvailableError(
-            "a process group with more than one rank exists, and OffloadAdamW takes gradients "
-            "before DistributedDataParallel averages them, so ranks would drift apart. Shard the "
-            "model with FSDP2 (fully_shard), or pass distributed=False to train separate copies."
         )
 
 

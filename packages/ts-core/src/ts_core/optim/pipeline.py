@@ -12,8 +12,10 @@ from ts_core.device.base import Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim import norms, read_guard
 from ts_core.optim.buckets import Bucket, Measured
+from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import NormParts, Verdict
+from ts_core.optim.options import StepOptions
 from ts_core.transfer import CopyEngine
 
 
@@ -32,6 +34,7 @@ class UpdatePipeline:
         self._host = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw")
         self._device = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw-device")
         self._measured: dict[int, Future[Measured]] = {}
+        self._averaged: dict[Bucket, Future[Measured]] = {}
         self._on_device: set[int] = set()
         self._queued: deque[tuple[Future[Event | None], int]] = deque()
         self._parts: NormParts | None = None
@@ -53,6 +56,13 @@ class UpdatePipeline:
             self._on_device.add(index)
         elif measure:
             self._measured[index] = self._host.submit(bucket.measuring(threads))
+
+    def average(self, bucket: Bucket, index: int, ranks: Ranks, options: StepOptions) -> None:
+        """Queue the average of a closed bucket's gradients, and its measurement if wanted."""
+        job = self._host.submit(bucket.averaging(ranks, options.needs_norm, options.threads))
+        self._averaged[bucket] = job
+        if options.needs_norm:
+            self._measured[index] = job
 
     def prepare_norms(self, count: int, copies: CopyEngine, arena: PinnedArena) -> None:
         """Room for the norms of `count` buckets."""
@@ -131,9 +141,12 @@ class UpdatePipeline:
         bucket.mark_written()
         update = bucket.take_update(hyper)
         place = bucket.place
+        averaged = self._averaged.pop(bucket, None)
 
         def work() -> Event | None:
             scale = 1.0
+            if averaged is not None:
+                averaged.result()
             if verdict is not None:
                 found = verdict.result()
                 if found.skip:

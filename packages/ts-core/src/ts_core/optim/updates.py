@@ -15,6 +15,7 @@ from ts_core.errors import OptionError, StateError
 from ts_core.optim import checks
 from ts_core.optim.backwards import BackwardWatch
 from ts_core.optim.buckets import Bucket
+from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
@@ -38,6 +39,7 @@ class Updates:
         steps: steps done.
         norm: of the last step, when it was needed.
         split: moves state after steps, in mode "hybrid".
+        ranks: the processes whose gradients are averaged in step(); None when training alone.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Updates:
         self.steps = 0
         self.norm: Future[Verdict] | None = None
         self.split: HybridSplit | None = None
+        self.ranks: Ranks | None = None
         self._groups = groups
         self._say = say
         self._arrivals = 0
@@ -126,7 +129,8 @@ class Updates:
 
     def _close(self, index: int) -> None:
         bucket, options = self.buckets[index], self.options
-        self.pipeline.close(bucket, index, self.steps, options.needs_norm, options.threads)
+        measure = options.needs_norm and self.ranks is None  # else the average is measured
+        self.pipeline.close(bucket, index, self.steps, measure, options.threads)
         if options.eager:
             bucket.used = self._hyper(bucket)
             if bucket.place.on_device:
@@ -161,11 +165,16 @@ class Updates:
 
     def step(self) -> None:
         """Close what is open and queue every update that has not been queued during backward."""
+        if self.ranks is not None:
+            self._complete(self.ranks)
         active = [index for index, bucket in enumerate(self.buckets) if bucket.started()]
         for index in active:
             if not self.buckets[index].closed:
                 self._close(index)
         buckets = [self.buckets[index] for index in active]
+        if self.ranks is not None:
+            for index in active:  # in this order on every process
+                self.pipeline.average(self.buckets[index], index, self.ranks, self.options)
         if self.options.eager:
             self._check_unchanged(buckets)
         else:
@@ -176,6 +185,17 @@ class Updates:
             bucket.reset()
         self._backwards.clear()
         self.steps += 1
+
+    def _complete(self, ranks: Ranks) -> None:
+        """A parameter that has a gradient on another process has one of zeros here."""
+        flags = [count > 0 for bucket in self.buckets for count in bucket.counts]
+        found = iter(zip(flags, ranks.any_has(flags), strict=True))
+        for bucket in self.buckets:
+            for position, param in enumerate(bucket.params):
+                here, anywhere = next(found)
+                if anywhere and not here:
+                    zeros = torch.zeros_like(param, requires_grad=False)
+                    bucket.collect(position, zeros, self.options.accumulation, self._arrivals)
 
     def _launch(self, active: Sequence[Bucket]) -> None:
         """Queue the updates in the order of the last forward, the reverse of the gradients'."""
