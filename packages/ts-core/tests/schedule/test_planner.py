@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan, spread
+from ts_core.schedule.remedies import Alternative
 
 MIB = 1 << 20
 
@@ -20,7 +21,7 @@ def machine(mib: int | None, **options: Any) -> MachineProfile:
 
 @pytest.mark.parametrize(
     ("limit_mib", "paged"),
-    [(None, 0), (1000, 0), (889, 0), (777, 4), (444, 8), (223, 10)],
+    [(None, 0), (1000, 0), (889, 0), (777, 4), (444, 8), (223, 10), (100, 10)],
 )
 def test_as_many_blocks_stay_as_fit(limit_mib: int | None, paged: int) -> None:
     model = ModelProfile(pageable=(80 * MIB,) * 10)
@@ -39,14 +40,19 @@ def test_fixed_gradients_and_activations_count_on_a_gpu() -> None:
     assert tight.predicted["total"] <= tight.predicted["budget"]
 
 
-def test_refusal_names_budget_shortfall_and_remedies() -> None:
+def test_refusal_names_budget_shortfall_and_remedies_that_work() -> None:
     model = ModelProfile(pageable=(100 * MIB,) * 4)
-    plan = make_plan(model, machine(100, counts_fixed=False))
-    assert not plan.fits
-    assert plan.shortfall == 200 * MIB - 90 * MIB
+    smaller = ModelProfile(pageable=(50 * MIB,) * 4)
+    others = [Alternative("halve it", smaller), Alternative("do nothing", model)]
+    plan = make_plan(model, machine(100, counts_fixed=False), alternatives=others)
+    assert not plan.fits and plan.failed == "device"
+    assert plan.shortfall == 100 * MIB - 90 * MIB  # one slot is the least
     text = " ".join(plan.reasons)
-    for words in ("90.00 MiB", "110.00 MiB", "vram_limit", "quantize"):
+    for words in ("90.00 MiB", "10.00 MiB", "slots 100.00 MiB", "vram_limit", "halve it"):
         assert words in text
+    assert "do nothing" not in text
+    assert plan.remedies == ("halve it", "give it 112.00 MiB of device memory (vram_limit)")
+    assert make_plan(model, machine(112, counts_fixed=False)).fits
 
 
 def test_host_memory_is_a_budget_too() -> None:

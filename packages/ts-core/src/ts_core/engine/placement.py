@@ -52,6 +52,13 @@ def model_profile(
         fixed_device=total - paged_exact,
         trained=_gradients_at_once(trained, trained_bytes, gradients_in_flight),
         host_state=state + low_precision + trained_bytes,
+        in_host=sum(
+            leaf.get().numel() * leaf.get().element_size()
+            for block in leaves
+            for leaf in block
+            if leaf.get().device.type == "cpu"
+        ),
+        trained_values=sum(p.numel() for p in trained),
     )
 
 

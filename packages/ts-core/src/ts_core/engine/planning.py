@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,12 +15,13 @@ from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.engine.session import EventLog
 from ts_core.errors import OutOfBudgetError
-from ts_core.memory.ram import ram_available_bytes
+from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
 from ts_core.optim import OffloadAdamW, checks
 from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
 from ts_core.registry import codecs
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
 from ts_core.schedule.plan import human
+from ts_core.schedule.remedies import Alternative
 from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 _OFF = ("none", None, False)
@@ -31,7 +33,13 @@ def machine_profile(device: Device) -> MachineProfile:
         device_bytes=device.usable_bytes(),
         host_available=ram_available_bytes(),
         counts_fixed=device.separate_memory,
+        host_floor=host_floor(ram_limit_bytes()),
     )
+
+
+def host_floor(ram_bytes: int) -> int:
+    """Host memory that a plan leaves free: 5 % of RAM, at most 2 GiB."""
+    return min(ram_bytes // 20, 2 << 30)
 
 
 def plan_options(config: WrapOptions) -> PlanOptions:
@@ -102,7 +110,12 @@ def choose_codec(
     machine = machine_profile(device)
 
     def plan_with(codec_name: str | None) -> Plan:
-        return make_plan(_estimate(profile, weights, codec_name, config), machine, options)
+        estimate = _estimate(profile, weights, codec_name, config)
+        plan = make_plan(estimate, machine, options)
+        if plan.fits or not config.check_memory:
+            return plan
+        others = _alternatives(profile, weights, codec_name, config, moments)
+        return make_plan(estimate, machine, options, others)
 
     asked = config.quantize
     if asked in _OFF:
@@ -147,4 +160,26 @@ def _estimate(
         size - plain_bytes + int(count * per_weight)
         for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)
     )
-    return ModelProfile(pageable, profile.fixed_device, profile.trained, profile.host_state)
+    return replace(profile, pageable=pageable, in_host=min(profile.in_host, sum(pageable)))
+
+
+def _alternatives(
+    profile: ModelProfile,
+    weights: Sequence[tuple[int, int]],
+    codec_name: str | None,
+    config: WrapOptions,
+    moments: str,
+) -> list[Alternative]:
+    """Other ways to run a training that does not fit: another codec, smaller moments."""
+    found = []
+    if any(count for count, _ in weights) and config.quantize != "auto":
+        for name in _by_precision():
+            if name != codec_name:
+                words = f"store the frozen weights of the blocks in {name} (quantize={name!r})"
+                found.append(Alternative(words, _estimate(profile, weights, name, config)))
+    now = _estimate(profile, weights, codec_name, config)
+    for kind in MOMENT_KINDS[MOMENT_KINDS.index(moments) + 1 :]:
+        saved = int(profile.trained_values * (bytes_per_value(moments) - bytes_per_value(kind)))
+        words = f"keep moments in less memory (optimizer_mode='cpu', moment_dtype={kind!r})"
+        found.append(Alternative(words, replace(now, host_state=now.host_state - saved)))
+    return found

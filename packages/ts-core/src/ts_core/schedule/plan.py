@@ -1,8 +1,36 @@
-"""Plain data of planning. All sizes in bytes."""
+"""Plain data of planning. Sizes in bytes, times in seconds, rates per second."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from ts_core.schedule.rates import HardwareProfile
+
+KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step does besides holding memory, for the prediction of its time.
+
+    Attributes:
+        block_flops: per block, floating-point operations of one forward.
+        other_flops: of one forward of everything else (the head, mostly).
+        backward: backward's operations over forward's: 1 when only the gradients of inputs are
+            needed (a frozen base), 2 when those of the weights are too.
+        updates: values that host threads update per step.
+        gradient_bytes: gradients that leave the device per step.
+        updated_bytes: new values that go back to the device per step.
+        low_precision: whether products run in bf16 or fp16.
+    """
+
+    block_flops: tuple[float, ...] = ()
+    other_flops: float = 0.0
+    backward: float = 1.0
+    updates: int = 0
+    gradient_bytes: int = 0
+    updated_bytes: int = 0
+    low_precision: bool = True
 
 
 @dataclass(frozen=True)
@@ -10,17 +38,32 @@ class ModelProfile:
     """What a model asks of memory.
 
     Attributes:
-        pageable: per block, bytes of its frozen weights that can be paged (one image).
+        pageable: per block, bytes of its weights that can be paged (one image).
         fixed_device: bytes that always stay on the device: everything outside the blocks, and
-            the small or trained tensors inside them.
+            the small tensors inside them.
         trained: bytes of gradients of trained parameters that lie on the device at once.
         host_state: bytes of host memory for optimizer state and gradients.
+        in_host: bytes of pageable weights that lie in host memory already, and so are no longer
+            part of what is available there.
+        trained_values: values that are trained.
+        activations: per block, bytes that autograd keeps for backward; empty when unknown.
+        inputs: per block, bytes that a recomputed block keeps instead (its input).
+        transient: bytes of temporary tensors of one block's backward.
+        head: bytes outside the blocks at the peak of the loss (logits and their gradient).
+        work: for the predicted step time; None when unknown.
     """
 
     pageable: tuple[int, ...]
     fixed_device: int = 0
     trained: int = 0
     host_state: int = 0
+    in_host: int = 0
+    trained_values: int = 0
+    activations: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    transient: int = 0
+    head: int = 0
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -30,13 +73,19 @@ class MachineProfile:
     Attributes:
         device_bytes: device memory the process may use; None when unbounded.
         host_available: free host memory; None when unknown.
-        counts_fixed: whether `fixed_device` counts against `device_bytes` (on the host device
-            only resident blocks and slots do).
+        counts_fixed: whether more than blocks and slots counts against `device_bytes` (not so on
+            the host device).
+        host_floor: host memory that must stay free.
+        page_lock_bytes: host memory that may be page-locked; None when unbounded.
+        rates: how fast it is; None leaves step times out.
     """
 
     device_bytes: int | None
     host_available: int | None = None
     counts_fixed: bool = True
+    host_floor: int = 0
+    page_lock_bytes: int | None = None
+    rates: HardwareProfile | None = None
 
 
 @dataclass(frozen=True)
@@ -46,15 +95,23 @@ class PlanOptions:
     Attributes:
         param_offload: "auto", True, False, a fraction of the blocks, or block indices.
         headroom: share of the device memory to leave free.
-        activation_share: share of the device memory kept for activations and workspaces until
-            they have been measured (nothing on the host device).
-        slot_count: slots of the streaming ring.
+        activation_share: share of the device memory kept for activations and workspaces while
+            they are unknown (nothing on the host device).
+        reserve: bytes measured instead: everything on the device but blocks and slots.
+        slot_count: slots of the streaming ring; one is used when two do not fit.
+        activation_offload, recompute: "auto", True, False, a fraction, or block indices (these
+            for recompute only). They matter where the model's activations are known.
+        disk: whether weights beyond the page-lock budget may lie on disk.
     """
 
     param_offload: str | bool | float | tuple[int, ...] = "auto"
     headroom: float = 0.10
     activation_share: float = 0.30
+    reserve: int | None = None
     slot_count: int = 2
+    activation_offload: str | bool | float = "auto"
+    recompute: str | bool | float | tuple[int, ...] = "auto"
+    disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,9 +122,15 @@ class Plan:
         paged: indices of the blocks that stream.
         slot_count, slot_bytes: the ring they stream through.
         fits: whether the plan stays within the budgets.
-        predicted: bytes by use, and "budget" for the device.
+        predicted: bytes of device memory by use, their "total", and the "budget".
+        host: bytes of host memory by use, their "total", and the "budget".
+        seconds: predicted times of a step: "compute", "to_device", "to_host", "updates", and the
+            "step" itself, in which they overlap; empty when rates or work are unknown.
+        activations: per block "keep", "offload" or "recompute"; empty when unknown.
         shortfall: bytes over the budget that failed (0 when it fits).
+        failed: the budget that failed, "device" or "host"; empty when it fits.
         reasons: the decisions in plain words; the failure and its remedies when it does not fit.
+        remedies: what would make it fit, each tried.
     """
 
     paged: tuple[int, ...]
@@ -77,6 +140,11 @@ class Plan:
     predicted: dict[str, int] = field(default_factory=dict)
     shortfall: int = 0
     reasons: tuple[str, ...] = ()
+    host: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    activations: tuple[str, ...] = ()
+    failed: str = ""
+    remedies: tuple[str, ...] = ()
 
 
 def human(size_bytes: int) -> str:

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOptions, human
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ts_core.schedule.case import Case
+from ts_core.schedule.plan import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    MachineProfile,
+    ModelProfile,
+    Plan,
+    PlanOptions,
+)
+from ts_core.schedule.remedies import Alternative, find_remedies
+
+__all__ = ["Alternative", "make_plan", "repage", "spread"]
 
 
 def spread(count: int, total: int) -> tuple[int, ...]:
@@ -12,125 +28,160 @@ def spread(count: int, total: int) -> tuple[int, ...]:
 
 
 def make_plan(
-    model: ModelProfile, machine: MachineProfile, options: PlanOptions | None = None
+    model: ModelProfile,
+    machine: MachineProfile,
+    options: PlanOptions | None = None,
+    alternatives: Sequence[Alternative] = (),
 ) -> Plan:
-    """How many blocks stay on the device under its limit, and which stream.
+    """Which blocks stay on the device under its limit, which stream, and what that costs.
 
     With param_offload="auto" as many blocks as fit beside the fixed tensors, the gradients, the
-    reserve for activations and the ring stay resident. True pages every block that can be;
-    a fraction pages that share; a list pages those blocks. A plan that was asked for is checked,
-    not changed: it has `fits=False` when it is over the budget.
+    activations and the ring stay resident. True pages every block that can be; a fraction pages
+    that share; a list pages those blocks. Where activations are known, they are kept, paged or
+    recomputed so that the predicted step is shortest. A plan that was asked for is checked, not
+    changed: it has `fits=False` when it is over a budget.
+
+    Args:
+        model, machine, options: the inputs.
+        alternatives: other ways to run the same training (quantized, say), tried as remedies when
+            this one does not fit.
     """
     options = options or PlanOptions()
-    candidates = tuple(index for index, size in enumerate(model.pageable) if size > 0)
-    chosen = _asked(candidates, options)
-    if chosen is None:
-        chosen = _fewest_paged(model, machine, options, candidates)
-    plan = _evaluate(model, machine, options, chosen)
-    host = _host_shortfall(model, machine, plan)
-    return host or plan
+    plan = _best(model, machine, options)
+    if plan.fits:
+        return plan
+    remedies = find_remedies(
+        plan, model, machine, options, alternatives, lambda m, h, o: _best(m, h, o).fits
+    )
+    reason = plan.reasons[0]
+    if remedies:
+        reason += " To make it fit: " + "; or ".join(remedies) + "."
+    else:
+        reason += " Nothing that was tried makes it fit."
+    return replace(plan, reasons=(reason, *plan.reasons[1:]), remedies=tuple(remedies))
 
 
-def _asked(candidates: tuple[int, ...], options: PlanOptions) -> tuple[int, ...] | None:
-    asked = options.param_offload
+def repage(current: Sequence[int], candidates: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` of `candidates` to page, spread evenly, with few changes from `current`.
+
+    Blocks are taken from the widest stretch of resident ones, or given back where paged ones are
+    closest.
+    """
+    chosen = sorted(set(current) & set(candidates))
+    rank = {index: place for place, index in enumerate(candidates)}
+    count = min(count, len(candidates))
+    while len(chosen) > count:
+        places = [-1, *(rank[index] for index in chosen), len(candidates)]
+        widths = [places[k + 2] - places[k] for k in range(len(chosen))]
+        chosen.pop(widths.index(min(widths)))
+    while len(chosen) < count:
+        places = [-1, *(rank[index] for index in chosen), len(candidates)]
+        gaps = [after - before for before, after in itertools.pairwise(places)]
+        widest = gaps.index(max(gaps))
+        chosen.append(candidates[(places[widest] + places[widest + 1]) // 2])
+        chosen.sort()
+    return tuple(chosen)
+
+
+def _best(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
+    """The plan with the shortest predicted step among the ways to treat activations.
+
+    When none fits, the one that lacks least.
+    """
+    best: Plan | None = None
+    for policy in _policies(model, options):
+        plan = _with_policy(model, machine, options, policy)
+        if best is None or _order(plan) < _order(best):
+            best = plan
+    assert best is not None
+    return best
+
+
+def _order(plan: Plan) -> tuple[float, ...]:
+    if not plan.fits:
+        return (1, plan.shortfall)
+    changed = sum(policy != KEEP for policy in plan.activations)
+    return (0, plan.seconds.get("step", 0.0), len(plan.paged), changed)
+
+
+def _policies(model: ModelProfile, options: PlanOptions) -> list[tuple[str, ...]]:
+    """The ways to treat activations that are worth comparing; one empty one when unknown."""
+    if not model.activations or options.reserve is not None:
+        return [()]
+    count = len(model.activations)
+    recompute = _chosen(options.recompute, range(count))
+    offload = options.activation_offload
+    if offload is True:
+        offload_set: set[int] | None = set(range(count - 1))  # the last block's are used at once
+    else:
+        offload_set = _chosen(offload, range(count))
+    if recompute is not None and offload_set is not None:
+        return [_policy(count, recompute, offload_set)]
+    if recompute is not None:
+        rest = [index for index in range(count) if index not in recompute]
+        return [
+            _policy(count, recompute, {rest[k] for k in spread(moved, len(rest))})
+            for moved in range(len(rest) + 1)
+        ]
+    if offload_set is not None:
+        rest = [index for index in range(count) if index not in offload_set]
+        return [
+            _policy(count, {rest[k] for k in spread(again, len(rest))}, offload_set)
+            for again in range(len(rest) + 1)
+        ]
+    found = [_policy(count, set(), set())]
+    for changed in range(1, count + 1):
+        some = set(spread(changed, count))
+        found += [_policy(count, some, set()), _policy(count, set(), some)]
+    return found
+
+
+def _policy(count: int, recompute: set[int], offload: set[int]) -> tuple[str, ...]:
+    return tuple(
+        RECOMPUTE if index in recompute else OFFLOAD if index in offload else KEEP
+        for index in range(count)
+    )
+
+
+def _chosen(asked: str | bool | float | tuple[int, ...], among: Sequence[int]) -> set[int] | None:
+    """The members of `among` that were asked for; None for "auto"."""
+    if isinstance(asked, str):
+        return None
     if asked is True:
-        return candidates
+        return set(among)
     if asked is False:
-        return ()
+        return set()
     if isinstance(asked, tuple):
-        return tuple(index for index in sorted(set(asked)) if index in candidates)
-    if isinstance(asked, float):
-        count = -int(-asked * len(candidates) // 1)
-        return tuple(candidates[k] for k in spread(count, len(candidates)))
-    return None
+        return set(asked) & set(among)
+    count = -int(-asked * len(among) // 1)
+    return {among[k] for k in spread(count, len(among))}
 
 
-def _fewest_paged(
-    model: ModelProfile,
-    machine: MachineProfile,
-    options: PlanOptions,
-    candidates: tuple[int, ...],
-) -> tuple[int, ...]:
-    for count in range(len(candidates) + 1):
+def _with_policy(
+    model: ModelProfile, machine: MachineProfile, options: PlanOptions, policy: tuple[str, ...]
+) -> Plan:
+    candidates = tuple(index for index, size in enumerate(model.pageable) if size > 0)
+    asked = _chosen(options.param_offload, candidates)
+    found = []
+    for slots in range(options.slot_count, 0, -1):  # fewer only where nothing fits with more
+        case = Case(model, machine, options, policy, slots)
+        if asked is not None:
+            plan = case.plan(tuple(sorted(asked)))
+        else:
+            plan = case.plan(_fewest_paged(case, candidates))
+        if plan.fits:
+            return plan
+        found.append(plan)
+    return min(found, key=lambda plan: plan.shortfall)
+
+
+def _fewest_paged(case: Case, candidates: tuple[int, ...]) -> tuple[int, ...]:
+    everything = case.shortfall(())
+    if everything == 0:
+        return ()
+    largest = max((case.model.pageable[index] for index in candidates), default=1)
+    for count in range(everything // largest, len(candidates)):
         chosen = tuple(candidates[k] for k in spread(count, len(candidates)))
-        if _evaluate(model, machine, options, chosen).fits:
+        if case.shortfall(chosen) == 0:
             return chosen
     return candidates
-
-
-def _evaluate(
-    model: ModelProfile,
-    machine: MachineProfile,
-    options: PlanOptions,
-    paged: tuple[int, ...],
-) -> Plan:
-    slot_bytes = max((model.pageable[index] for index in paged), default=0)
-    slot_count = min(options.slot_count, len(paged))
-    resident = sum(size for index, size in enumerate(model.pageable) if index not in set(paged))
-    predicted = {
-        "resident_blocks": resident,
-        "slots": slot_bytes * slot_count,
-        "fixed": model.fixed_device if machine.counts_fixed else 0,
-        "gradients": model.trained if machine.counts_fixed else 0,
-    }
-    total_blocks = len(model.pageable)
-    if machine.device_bytes is None:
-        predicted["total"] = sum(predicted.values())
-        reason = f"device memory is unbounded: {total_blocks - len(paged)} of {total_blocks} "
-        reason += "blocks resident"
-        return Plan(paged, slot_count, slot_bytes, True, predicted, 0, (reason,))
-    share = options.activation_share if machine.counts_fixed else 0.0
-    predicted["activations_reserve"] = int(machine.device_bytes * share)
-    predicted["total"] = sum(predicted.values())
-    budget = int(machine.device_bytes * (1.0 - options.headroom))
-    predicted["budget"] = budget
-    shortfall = max(0, predicted["total"] - budget)
-    if shortfall == 0:
-        reason = (
-            f"{total_blocks - len(paged)} of {total_blocks} blocks resident, {len(paged)} paged "
-            f"through {slot_count} slots of {human(slot_bytes)}: {human(predicted['total'])} of a "
-            f"budget of {human(budget)}"
-        )
-        return Plan(paged, slot_count, slot_bytes, True, predicted, 0, (reason,))
-    return Plan(
-        paged,
-        slot_count,
-        slot_bytes,
-        False,
-        predicted,
-        shortfall,
-        (_refusal(machine, predicted, budget, shortfall),),
-    )
-
-
-def _refusal(
-    machine: MachineProfile, predicted: dict[str, int], budget: int, shortfall: int
-) -> str:
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {human(size)}"
-        for name, size in predicted.items()
-        if size and name not in ("total", "budget")
-    )
-    assert machine.device_bytes is not None
-    return (
-        f"the device budget of {human(budget)} ({human(machine.device_bytes)} less the headroom) "
-        f"is short by {human(shortfall)}: {parts}. To make it fit: raise vram_limit to at least "
-        f"{human(machine.device_bytes + int(shortfall * 1.2) + 1)}, page more blocks "
-        f"(param_offload=True), quantize the frozen weights (quantize='nf4'), or train fewer "
-        f"parameters."
-    )
-
-
-def _host_shortfall(model: ModelProfile, machine: MachineProfile, plan: Plan) -> Plan | None:
-    if machine.host_available is None or model.host_state <= machine.host_available:
-        return None
-    shortfall = model.host_state - machine.host_available
-    reason = (
-        f"the host memory budget of {human(machine.host_available)} available is short by "
-        f"{human(shortfall)}: optimizer state and gradients of the trained parameters need "
-        f"{human(model.host_state)}. To make it fit: train fewer parameters (LoRA), or free "
-        f"host memory."
-    )
-    return Plan(
-        plan.paged, plan.slot_count, plan.slot_bytes, False, plan.predicted, shortfall, (reason,)
-    )

@@ -1,0 +1,199 @@
+"""One way to treat a model on a machine: how much memory and time a set of paged blocks takes."""
+
+from __future__ import annotations
+
+from ts_core.schedule.plan import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    MachineProfile,
+    ModelProfile,
+    Plan,
+    PlanOptions,
+    human,
+)
+from ts_core.schedule.step_time import step_seconds
+
+# Blocks whose paged activations are on the device at once: one that is written and one that is
+# still crossing.
+_IN_FLIGHT_BLOCKS = 2
+# Of free host memory, the most that activations may take.
+_ACTIVATION_HOST_SHARE = 0.6
+
+
+class Case:
+    """Inputs of the planner with activations and slots decided; evaluates sets of paged blocks.
+
+    Args:
+        model, machine, options: the planner's inputs.
+        policy: per block "keep", "offload" or "recompute"; empty when activations are unknown.
+        slot_count: the most slots of the ring.
+    """
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        machine: MachineProfile,
+        options: PlanOptions,
+        policy: tuple[str, ...],
+        slot_count: int,
+    ) -> None:
+        self.model = model
+        self.machine = machine
+        self.options = options
+        self.policy = policy
+        self.slot_count = slot_count
+        self.budget = (
+            None
+            if machine.device_bytes is None
+            else int(machine.device_bytes * (1.0 - options.headroom))
+        )
+        self.total = sum(model.pageable)
+        self.rest = self._rest()
+
+    def _rest(self) -> dict[str, int]:
+        """Device memory by use, but for blocks and slots."""
+        model, machine, options = self.model, self.machine, self.options
+        if not machine.counts_fixed:
+            return {"fixed": 0, "gradients": 0}
+        if options.reserve is not None:
+            return {"measured": options.reserve}
+        rest = {"fixed": model.fixed_device, "gradients": model.trained}
+        if self.policy:
+            kept = sum(
+                size
+                for size, what in zip(model.activations, self.policy, strict=True)
+                if what == KEEP
+            )
+            inputs = sum(
+                size
+                for size, what in zip(model.inputs, self.policy, strict=True)
+                if what == RECOMPUTE
+            )
+            largest = max(model.activations)
+            moving = self.policy.count(OFFLOAD)
+            rest["activations"] = kept + inputs + min(moving, _IN_FLIGHT_BLOCKS) * largest
+            again = largest if RECOMPUTE in self.policy else 0
+            rest["workspace"] = max(model.head, again + model.transient)
+        elif machine.device_bytes is not None:
+            rest["activations_reserve"] = int(machine.device_bytes * options.activation_share)
+        return rest
+
+    def shortfall(self, paged: tuple[int, ...]) -> int:
+        """Bytes over the device's budget with these blocks paged."""
+        if self.budget is None:
+            return 0
+        return max(0, self._on_device(paged)["total"] - self.budget)
+
+    def _on_device(self, paged: tuple[int, ...]) -> dict[str, int]:
+        sizes = [self.model.pageable[index] for index in paged]
+        predicted = {
+            "resident_blocks": self.total - sum(sizes),
+            "slots": max(sizes, default=0) * min(self.slot_count, len(paged)),
+            **self.rest,
+        }
+        predicted["total"] = sum(predicted.values())
+        return predicted
+
+    def plan(self, paged: tuple[int, ...]) -> Plan:
+        """The whole plan for these paged blocks."""
+        device = self._on_device(paged)
+        device_short = self.shortfall(paged)
+        if self.budget is not None:
+            device["budget"] = self.budget
+        host = self._on_host(paged)
+        host_short = self._host_shortfall(host)
+        failed = "device" if device_short else "host" if host_short else ""
+        slots = min(self.slot_count, len(paged))
+        slot_bytes = max((self.model.pageable[index] for index in paged), default=0)
+        if failed == "device":
+            reasons = [self._device_refusal(device, device_short)]
+        elif failed == "host":
+            reasons = [self._host_refusal(host, host_short)]
+        else:
+            reasons = self._reasons(paged, device, slots, slot_bytes)
+        return Plan(
+            paged=paged,
+            slot_count=slots,
+            slot_bytes=slot_bytes,
+            fits=not failed,
+            predicted=device,
+            shortfall=device_short or host_short,
+            reasons=tuple(reasons),
+            host=host,
+            seconds=step_seconds(self.model, self.machine, paged, slots, self.policy),
+            activations=self.policy,
+            failed=failed,
+        )
+
+    def _on_host(self, paged: tuple[int, ...]) -> dict[str, int]:
+        model, machine = self.model, self.machine
+        images = sum(model.pageable[index] for index in paged)
+        on_disk = 0
+        if self.options.disk and machine.page_lock_bytes is not None:
+            on_disk = max(0, images - machine.page_lock_bytes)
+        moved = sum(
+            size
+            for size, what in zip(model.activations, self.policy, strict=False)
+            if what == OFFLOAD
+        )
+        host = {
+            "weights": images - on_disk,
+            "optimizer_and_gradients": model.host_state,
+            "activations": moved,
+        }
+        host["total"] = sum(host.values())
+        if machine.host_available is not None:
+            free = max(0, machine.host_available - machine.host_floor)
+            host["budget"] = free + min(model.in_host, images)
+        return host
+
+    def _host_shortfall(self, host: dict[str, int]) -> int:
+        if "budget" not in host:
+            return 0
+        for_activations = int(_ACTIVATION_HOST_SHARE * host["budget"])
+        return max(0, host["total"] - host["budget"], host["activations"] - for_activations)
+
+    def _reasons(
+        self, paged: tuple[int, ...], device: dict[str, int], slots: int, slot_bytes: int
+    ) -> list[str]:
+        blocks = len(self.model.pageable)
+        stay = f"{blocks - len(paged)} of {blocks} blocks resident"
+        if self.budget is None:
+            found = [f"device memory is unbounded: {stay}"]
+        else:
+            found = [
+                f"{stay}, {len(paged)} paged through {slots} slots of {human(slot_bytes)}: "
+                f"{human(device['total'])} of a budget of {human(self.budget)}"
+            ]
+        if slots < min(self.options.slot_count, len(paged)):
+            found.append("one slot, since two do not fit: each load waits for the block before it")
+        if self.policy:
+            found.append(
+                f"activations: {self.policy.count(KEEP)} blocks keep them, "
+                f"{self.policy.count(OFFLOAD)} page them, {self.policy.count(RECOMPUTE)} recompute"
+            )
+        return found
+
+    def _device_refusal(self, device: dict[str, int], shortfall: int) -> str:
+        assert self.machine.device_bytes is not None and self.budget is not None
+        return (
+            f"the device budget of {human(self.budget)} ({human(self.machine.device_bytes)} less "
+            f"the headroom) is short by {human(shortfall)}: {_by_use(device)}."
+        )
+
+    def _host_refusal(self, host: dict[str, int], shortfall: int) -> str:
+        floor = self.machine.host_floor
+        free = f" ({human(floor)} stay free)" if floor else ""
+        return (
+            f"the host memory budget of {human(host['budget'])}{free} is short by "
+            f"{human(shortfall)}: {_by_use(host)}."
+        )
+
+
+def _by_use(sizes: dict[str, int]) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {human(size)}"
+        for name, size in sizes.items()
+        if size and name not in ("total", "budget")
+    )
