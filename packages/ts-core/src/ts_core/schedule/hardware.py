@@ -9,6 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,6 @@ def cache_folder() -> Path:
 
 
 def _identity(device: Device, quick: bool, threads: int | None) -> dict[str, Any]:
-    from ts_core import __version__
-
     gpu: list[Any] = []
     if device.kind == "cuda":
         properties = torch.cuda.get_device_properties(device.torch_device)
@@ -107,7 +106,7 @@ def _identity(device: Device, quick: bool, threads: int | None) -> dict[str, Any
         "threads": threads,
         "quick": quick,
         "torch": torch.__version__,
-        "ts_core": __version__,
+        "ts_core": metadata.version("ts-core"),
     }
 
 
@@ -234,7 +233,7 @@ def _host_adamw(values: int, threads: int, budget_s: float) -> float:
 
 
 def _matmul(device: Device, dtype: torch.dtype, budget_s: float) -> float:
-    side = 4096 if device.kind == "cuda" else 512
+    side = 4096 if device.kind == "cuda" else 256
     left, right = (
         torch.full((side, side), 0.5, dtype=dtype, device=device.torch_device) for _ in range(2)
     )
