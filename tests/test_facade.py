@@ -15,6 +15,7 @@ ALIASES = {
     "trainstream.integrations.huggingface": "ts_hf",
     "trainstream.quant": "ts_quant",
     "trainstream.fused": "ts_kernels",
+    "trainstream.experts": "ts_hf.experts",
 }
 
 

@@ -266,7 +266,6 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
     "disk_offload": (_one_of(None), "None"),
-    "moe_paging": (_one_of(False), "False"),
     "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),
     "prefetch_depth": (_one_of(1), "1 (activations are not paged yet)"),

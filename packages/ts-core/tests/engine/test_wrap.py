@@ -91,7 +91,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
         ("recompute", [1]),
         ("attention", "flash"),
         ("disk_offload", "/tmp"),
-        ("moe_paging", True),
         ("host_arena", 1 << 20),
         ("peer", 1 << 20),
         ("prefetch_depth", 2),

@@ -112,6 +112,15 @@ def _encoded_like(target: QuantTensor, source: Tensor) -> tuple[Tensor, ...]:
     return codec_named(target.codec).encode_checked(dense, target._spec, None)
 
 
+@_handles(aten.select.int)
+def _select(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """One matrix of a stack, decoded without the others where its codes stand alone."""
+    source, dim, index = args
+    if dim != 0 or source.stack_rows() is None:
+        return _on_dequantized(func, args, kwargs)
+    return source.stack_part(range(source.shape[0])[index], 1).dequantize()[0]
+
+
 _VALUE_FREE = (
     aten.empty_like.default,
     aten.zeros_like.default,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ts_quant import stacks
 from ts_quant.codecs.base import Codec, QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.linear import frozen_linear
@@ -205,6 +206,20 @@ class QuantTensor(torch.Tensor):
         made = QuantTensor(buffers, self._spec, self._decoded_shape, dtype or self._decoded_dtype)
         made._matmul = self._matmul
         return made
+
+    # -- stacks of matrices --------------------------------------------------------------------
+
+    def stack_rows(self) -> tuple[str, ...] | None:
+        """See `ts_quant.stacks.stack_rows`."""
+        return stacks.stack_rows(self)
+
+    def stack_like(self, buffers: Mapping[str, Tensor], count: int) -> QuantTensor:
+        """See `ts_quant.stacks.stack_like`."""
+        return stacks.stack_like(self, buffers, count)
+
+    def stack_part(self, first: int, count: int) -> QuantTensor:
+        """See `ts_quant.stacks.stack_part`."""
+        return stacks.stack_part(self, first, count)
 
     # -- PyTorch's protocols -------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ decoded by every operation but copies and moves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,18 @@ class TransposedQuantTensor(torch.Tensor):
         """The values as an ordinary, contiguous tensor."""
         return self.stored.dequantize(dtype).transpose(-1, -2).contiguous()
 
+    def stack_rows(self) -> tuple[str, ...] | None:
+        """See `ts_quant.stacks.stack_rows`."""
+        return self.stored.stack_rows() if self.stored.dim() > 2 else None
+
+    def stack_like(self, buffers: Mapping[str, Tensor], count: int) -> TransposedQuantTensor:
+        """See `ts_quant.stacks.stack_like`."""
+        return TransposedQuantTensor(self.stored.stack_like(buffers, count))
+
+    def stack_part(self, first: int, count: int) -> TransposedQuantTensor:
+        """See `ts_quant.stacks.stack_part`."""
+        return TransposedQuantTensor(self.stored.stack_part(first, count))
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["stored"], None
 
@@ -133,22 +145,10 @@ class TransposedQuantTensor(torch.Tensor):
 
 def _one(stored: QuantTensor, index: int) -> Tensor:
     """`stored.dequantize()[index]`, decoding only that part where its codes stand alone."""
-    count = stored.shape[0]
-    rest = tuple(stored.shape[1:])
-    index = range(count)[index]
-    values = stored.numel() // count if count else 0
-    buffers = stored.buffers()
-    apart = stored.spec.scales == "e8m0" and values % stored.block_size == 0
-    if not apart or any(buffer.numel() % count for buffer in buffers):
+    index = range(stored.shape[0])[index]
+    if stored.stack_rows() is None:
         return stored.dequantize()[index]
-    names = stored.__tensor_flatten__()[0]
-    part = {
-        name: buffer.view(count, -1)[index] for name, buffer in zip(names, buffers, strict=True)
-    }
-    spec = stored.spec
-    layout = {"scales": spec.scales, "block_size": spec.block_size}
-    one = QuantTensor.from_buffers(spec.codec, part, shape=rest, dtype=stored.dtype, layout=layout)
-    return one.dequantize()
+    return stored.stack_part(index, 1).dequantize()[0]
 
 
 def _decode(value: Any) -> Any:

@@ -16,9 +16,11 @@ from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes
 FP32_MOMENTS_BYTES = 8.0
 
 
-def block_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Leaf]]:
-    """Per block, the leaves that can be paged."""
-    shared = shared_parameters(model, blocks)
+def block_leaves(
+    model: nn.Module, blocks: Sequence[nn.Module], apart: Iterable[int] = ()
+) -> list[list[Leaf]]:
+    """Per block, the leaves that can be paged, without the parameters whose `id`s are `apart`."""
+    shared = shared_parameters(model, blocks) | set(apart)
     return [pageable_leaves(block, shared) for block in blocks]
 
 

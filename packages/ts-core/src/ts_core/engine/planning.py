@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
+from ts_core.engine.experts import StackedExperts, parameters_of, without_experts
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
@@ -102,9 +103,12 @@ def choose_codec(
     log: EventLog,
     moments: str,
     in_flight: int | None,
+    experts: Sequence[StackedExperts] = (),
 ) -> str | None:
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
-    profile = model_profile(model, block_leaves(model, blocks), bytes_per_value(moments), in_flight)
+    leaves = block_leaves(model, blocks, parameters_of(experts))
+    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
+    profile = without_experts(profile, experts)
     weights = quantizable_weights(blocks)
     options = plan_options(config)
     machine = machine_profile(device)

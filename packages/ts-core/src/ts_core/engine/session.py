@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
+from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
@@ -79,6 +80,7 @@ class TrainStreamSession:
         self.optimizer: OffloadAdamW | None = None
         self.pager: ParamPager | None = None
         self.runner: BlockRunner | None = None
+        self.experts: ExpertPaging | None = None
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
         self.patches: list[Any] = []
@@ -111,6 +113,8 @@ class TrainStreamSession:
                     self.optimizer.synchronize()
             if self.runner is not None:
                 self.runner.new_pass()
+            if self.experts is not None:
+                self.experts.new_pass()
 
         def zero_grad(set_to_none: bool = True) -> None:
             if self.optimizer is not None:
@@ -186,6 +190,8 @@ class TrainStreamSession:
             self.runner.remove()
         if self.pager is not None:
             self.pager.close()
+        if self.experts is not None:
+            self.experts.close()
         if self.resident_reservation is not None:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:

@@ -11,6 +11,13 @@ from torch import nn
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
 from ts_core.engine.blocks import find_blocks
+from ts_core.engine.experts import (
+    ExpertPaging,
+    StackedExperts,
+    experts_to_page,
+    parameters_of,
+    without_experts,
+)
 from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.planning import (
@@ -69,7 +76,8 @@ def wrap(
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
     _check_blocks(model, blocks, config)
-    _check_pageable(block_leaves(model, blocks), config)
+    experts = experts_to_page(model, config.moe_paging)
+    _check_pageable(block_leaves(model, blocks, parameters_of(experts)), config)
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
     if config.vram_limit_bytes is not None:
@@ -77,7 +85,7 @@ def wrap(
     try:
         moments = choose_moments(model, optimizer, config, log)
         in_flight = gradients_in_flight(optimizer, config)
-        codec = choose_codec(model, blocks, device, config, log, moments, in_flight)
+        codec = choose_codec(model, blocks, device, config, log, moments, in_flight, experts)
         options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
@@ -98,7 +106,9 @@ def wrap(
     configure_products(model, config, log)
     start_adapters(model, log)
     quantized["codec"] = codec
-    model, wrapped = _start(model, optimizer, blocks, device, config, log, quantized, moments)
+    model, wrapped = _start(
+        model, optimizer, blocks, device, config, log, quantized, moments, experts
+    )
     session: TrainStreamSession = getattr(model, ATTRIBUTE)
     session.patches = apply_patches(patches, model, blocks, device, log)
     return model, wrapped
@@ -128,10 +138,12 @@ def _start(
     log: EventLog,
     quantized: dict[str, Any],
     moments: str,
+    experts: Sequence[StackedExperts],
 ) -> tuple[ModelT, OffloadAdamW]:
-    leaves = block_leaves(model, blocks)
+    leaves = block_leaves(model, blocks, parameters_of(experts))
     in_flight = gradients_in_flight(optimizer, config)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
+    profile = without_experts(profile, experts)
     plan = make_plan(profile, machine_profile(device), plan_options(config))
     for reason in plan.reasons:
         log(f"plan: {reason}")
@@ -142,6 +154,10 @@ def _start(
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
     arena = default_arena()
     images = [build_image(index, leaves[index], arena) for index in plan.paged]
+    if experts:
+        session.experts = ExpertPaging(experts, copies, arena)
+        paged += session.experts.leaves()
+        log(session.experts.in_words())
     move_resident(model, device, paged)
     resident = plan.predicted.get("resident_blocks", 0)
     session.resident_reservation = device.pool.reserve(resident, "resident blocks")

@@ -1,0 +1,169 @@
+"""The device memory that picked experts are copied to: two slots, grown to what calls need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ts_core.device import Event
+from ts_core.engine.experts_layer import ExpertLayer, runs
+from ts_core.memory.ledger import Reservation
+from ts_core.transfer import CopyEngine
+
+Picks = tuple[int, ...]
+SLOTS = 2
+
+
+@dataclass
+class ExpertStats:
+    """Counters of paged experts.
+
+    Attributes:
+        calls: forwards of a layer's experts (a recomputation counts again).
+        picked: experts those calls picked, added up.
+        loads: times a layer's picked experts were copied, forward or backward.
+        load_bytes: bytes copied.
+        whole_bytes: bytes it would have been with every expert.
+    """
+
+    calls: int = 0
+    picked: int = 0
+    loads: int = 0
+    load_bytes: int = 0
+    whole_bytes: int = 0
+
+
+@dataclass
+class ExpertSlot:
+    """One device buffer, what is in it, and whether the compute stream waits for it already."""
+
+    buffer: Tensor | None = None
+    reservation: Reservation | None = None
+    layer: ExpertLayer | None = None
+    picks: Picks = ()
+    ready: Event | None = None
+    waited: bool = False
+    last_use: int = 0
+    stacks: list[Tensor] = field(default_factory=list)
+
+    def holds(self, layer: ExpertLayer, picks: Picks) -> bool:
+        """Whether it has exactly these experts."""
+        return self.layer is layer and self.picks == picks
+
+    def forget(self) -> None:
+        """What it holds is stale."""
+        self.layer, self.picks, self.ready, self.stacks = None, (), None, []
+
+
+def rows_for(picks: Picks) -> int:
+    """Rows of the compact stack for `picks`.
+
+    At least two: a stack of one is a special case for some products and histograms. A row nobody
+    picked is never read, and has no defined values.
+    """
+    return max(2, len(picks))
+
+
+class ExpertSlots:
+    """Copies picked experts into slots and finds them there.
+
+    A slot is written only behind everything queued so far on the compute stream, and read only
+    behind its copies.
+
+    Args:
+        copies: the engine whose host-to-device stream carries them.
+        layers: all layers with paged experts.
+    """
+
+    def __init__(self, copies: CopyEngine, layers: list[ExpertLayer]) -> None:
+        self.copies = copies
+        self.stats = ExpertStats()
+        self.slots = [ExpertSlot() for _ in range(SLOTS)]
+        self._largest = max(layer.layout(max(2, layer.count))[1] for layer in layers)
+        self._clock = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Device bytes held."""
+        return sum(0 if slot.buffer is None else slot.buffer.numel() for slot in self.slots)
+
+    def ready(self, layer: ExpertLayer, picks: Picks) -> ExpertSlot:
+        """The slot with these experts, loaded if need be, the compute stream waiting for it."""
+        slot = self.load(layer, picks, None)
+        self._clock += 1
+        slot.last_use = self._clock
+        if not slot.waited:
+            if slot.ready is not None:
+                self.copies.wait_compute(slot.ready)
+            slot.waited = True
+        return slot
+
+    def load(self, layer: ExpertLayer, picks: Picks, keep: ExpertSlot | None) -> ExpertSlot:
+        """Begin copying these experts, if no slot has them, into a slot other than `keep`.
+
+        Raises:
+            OutOfBudgetError: the device cannot hold them.
+        """
+        for slot in self.slots:
+            if slot.holds(layer, picks):
+                return slot
+        slot = min(
+            (slot for slot in self.slots if slot is not keep), key=lambda slot: slot.last_use
+        )
+        slot.forget()
+        count = rows_for(picks)
+        offsets, size = layer.layout(count)
+        buffer = self._room(slot, size)
+        behind = self.copies.record_compute()
+        stretches = runs(picks)
+        source = layer.image.buffer_h
+        last, copied = None, 0
+        for start, part in zip(offsets, layer.parts, strict=True):
+            pieces = stretches if part.by_expert else [(0, 0, 1)]
+            for place, first, length in pieces:
+                to, at = start + place * part.size_bytes, part.placement.offset
+                at += first * part.size_bytes
+                step = length * part.size_bytes
+                last = self.copies.h2d(buffer[to : to + step], source[at : at + step], behind)
+                copied += step
+        slot.layer, slot.picks, slot.ready, slot.waited = layer, picks, last, False
+        slot.stacks = layer.compact(buffer, count)
+        self._clock += 1
+        slot.last_use = self._clock
+        self.stats.loads += 1
+        self.stats.load_bytes += copied
+        self.stats.whole_bytes += sum(part.bytes_of(layer.count) for part in layer.parts)
+        return slot
+
+    def drop(self, layer: ExpertLayer | None = None) -> None:
+        """Forget what slots hold of `layer`, or all: the host's rows were written."""
+        for slot in self.slots:
+            if layer is None or slot.layer is layer:
+                slot.forget()
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self.copies.synchronize()
+        for slot in self.slots:
+            slot.forget()
+            slot.buffer = None
+            if slot.reservation is not None:
+                slot.reservation.release()
+                slot.reservation = None
+
+    def _room(self, slot: ExpertSlot, size: int) -> Tensor:
+        """The slot's buffer, replaced by a larger one when `size` exceeds it."""
+        if slot.buffer is not None and slot.buffer.numel() >= size:
+            return slot.buffer
+        slot.buffer = None
+        if slot.reservation is not None:
+            slot.reservation.release()
+            slot.reservation = None
+        wanted = max(size, min(self._largest, size + size // 8))
+        device = self.copies.device
+        slot.reservation = device.pool.reserve(wanted, "experts")
+        with torch.inference_mode(False):
+            slot.buffer = device.allocate(wanted)
+        return slot.buffer

@@ -1,0 +1,177 @@
+"""Small models of every family in docs/models.md, built from their configs; for tests.
+
+Imported by nothing at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+VOCABULARY = 96
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_EXPERTS: dict[str, Any] = {**_LLAMA, "num_experts_per_tok": 2}
+_GEMMA: dict[str, Any] = {**_LLAMA, "head_dim": 16, "sliding_window": 8}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        title: as people call it.
+        config: name of its config class in transformers.
+        fields: of the config, so that the model is small.
+        experts: whether it is a mixture of experts with stacked experts.
+        targets: `target_modules` of PEFT LoRA for it.
+        note: what a reader should know, or "".
+    """
+
+    title: str
+    config: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    experts: bool = False
+    targets: str | list[str] = "all-linear"
+    note: str = ""
+
+    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+        """An AutoModelForCausalLM with random weights, the same for the same seed.
+
+        Args:
+            seed: of the weights.
+            dtype: of the parameters.
+            **changes: fields of the config, `attn_implementation`, `experts_implementation`.
+        """
+        import transformers
+
+        options = {
+            name: changes.pop(name)
+            for name in ("attn_implementation", "experts_implementation")
+            if name in changes
+        }
+        config = getattr(transformers, self.config)(**{**self.fields, **changes})
+        make: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
+        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+            make = transformers.AutoModelForImageTextToText.from_config
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        model = make(config, dtype=dtype, **options)
+        torch.set_rng_state(state)
+        return model.eval()
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", "LlamaConfig", _LLAMA),
+    "qwen2": Family("Qwen2.5", "Qwen2Config", _LLAMA),
+    "qwen3": Family("Qwen3", "Qwen3Config", {**_LLAMA, "head_dim": 16}),
+    "mistral": Family("Mistral", "MistralConfig", {**_LLAMA, "sliding_window": None}),
+    "gemma2": Family("Gemma 2", "Gemma2Config", _GEMMA),
+    "gemma3": Family("Gemma 3 (text)", "Gemma3TextConfig", _GEMMA),
+    "phi": Family("Phi", "PhiConfig", {**_LLAMA, "num_key_value_heads": 4, "resid_pdrop": 0.0}),
+    "phi3": Family("Phi-3", "Phi3Config", {**_LLAMA, "resid_pdrop": 0.0}),
+    "gpt2": Family(
+        "GPT-2",
+        "GPT2Config",
+        {
+            **_COMMON,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 128,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+        targets=["c_attn", "c_proj", "c_fc"],
+        note="its layers are Conv1D, which quantization does not reach",
+    ),
+    "gpt_neox": Family("GPT-NeoX, Pythia", "GPTNeoXConfig", {**_LLAMA, "hidden_dropout": 0.0}),
+    "qwen2_moe": Family(
+        "Qwen2-MoE",
+        "Qwen2MoeConfig",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+        experts=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3-MoE",
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 16},
+        experts=True,
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        "MixtralConfig",
+        {**_EXPERTS, "num_local_experts": 6, "sliding_window": None},
+        experts=True,
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **_EXPERTS,
+            "num_local_experts": 6,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        experts=True,
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2.5-VL (text)",
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {
+                **_LLAMA,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [2, 3, 3],
+                },
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1],
+            },
+            "vision_start_token_id": 90,
+            "vision_end_token_id": 91,
+            "image_token_id": 92,
+            "video_token_id": 93,
+        },
+        targets=".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+        note="the language model streams; the vision tower stays on the device",
+    ),
+}
+
+
+def token_batch(seed: int, batch: int = 2, length: int = 12) -> dict[str, torch.Tensor]:
+    """Seeded random tokens below the special ones, with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY - 8, (batch, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}

@@ -1,0 +1,288 @@
+"""wrap(moe_paging=True): only picked experts are copied; the numbers are those of resident ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ts_hf
+from ts_core import memory_report, unwrap
+from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError
+from ts_core.testing import inject_delays
+from ts_hf.testing import FAMILIES, token_batch
+
+MOE = [name for name, family in FAMILIES.items() if family.experts]
+Train = Callable[..., tuple[list[torch.Tensor], dict[str, torch.Tensor]]]
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    losses, trained = found
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected[0], strict=True))
+    assert trained.keys() == expected[1].keys()
+    assert [name for name in trained if not torch.equal(trained[name], expected[1][name])] == []
+
+
+def watch_gradients(model: Any) -> list[torch.Tensor]:
+    """A list that every gradient of a trained parameter is added to."""
+    seen: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: seen.append(grad.clone()))
+    return seen
+
+
+@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_equal_to_resident_bit_for_bit(
+    family: str, implementation: str, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    runs = []
+    for paging in (False, True):
+        model = adapted(family, lora=ATTENTION, experts_implementation=implementation)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", lr=1e-2, moe_paging=paging, param_offload=paging
+        )
+        with inject_delays(3, max_ms=0.5):
+            runs.append(train_steps(model, optimizer, 3))
+    assert_same(*runs)
+    report = memory_report(model)["experts"]
+    assert report["layers"] == 3 and report["experts"] == [6, 6, 6]
+    assert report["load_bytes"] > 0
+
+
+def test_only_picked_experts_are_copied(adapted: Callable[..., Any]) -> None:
+    model = adapted("qwen3_moe", lora=ATTENTION)
+    model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="none", moe_paging=True)
+    one = sum(
+        model.get_base_model().model.layers[0].mlp.experts._parameters[name][0].nbytes
+        for name in ("gate_up_proj", "down_proj")
+    )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+    report = memory_report(model)["experts"]
+    assert report["picked"] == 3 * 2  # one token, three layers, two experts each
+    assert report["load_bytes"] == report["picked"] * one
+    assert report["whole_bytes"] == 3 * 6 * one
+    assert report["slot_bytes"] <= 2 * 3 * one
+    copied = memory_report(model)["transfers"]["h2d"]["bytes"]
+    assert copied == report["load_bytes"]
+
+
+def test_backward_copies_again_what_forward_picked(adapted: Callable[..., Any]) -> None:
+    model = adapted("mixtral", lora=ATTENTION)
+    model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="none", moe_paging=True)
+    batch = token_batch(0, 1, 2)
+    model(**batch).loss.backward()
+    report = memory_report(model)["experts"]
+    # Forward: three layers. Backward: the last two are still there, the first comes again.
+    assert report["calls"] == 3 and report["loads"] == 4
+
+
+def test_a_missing_wait_would_show(
+    adapted: Callable[..., Any], train_steps: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the compute stream's wait for the copies the numbers are wrong: delays bite."""
+    from ts_core.transfer import CopyEngine
+
+    def run(paging: bool) -> Any:
+        model = adapted("mixtral", lora=ATTENTION)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", lr=1e-2, moe_paging=paging
+        )
+        with inject_delays(5, max_ms=5.0, share=1.0):
+            return train_steps(model, optimizer, 2)
+
+    expected = run(False)
+    monkeypatch.setattr(CopyEngine, "wait_compute", lambda self, event: None)
+    with pytest.raises(AssertionError):
+        assert_same(run(True), expected)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])  # None: off; use_reentrant
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_checkpointing_accumulation_and_clipping(
+    family: str, checkpointing: bool | None, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    runs = []
+    for paging in (False, True):
+        model = adapted(family, lora=ATTENTION)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        model, optimizer = ts_hf.wrap_hf(
+            model.train(),
+            device="cpu",
+            quantize="none",
+            lr=1e-2,
+            moe_paging=paging,
+            accumulation_steps=2,
+            max_grad_norm=0.5,
+        )
+        with inject_delays(4, max_ms=0.5):
+            runs.append(train_steps(model, optimizer, 3, accumulation=2))
+    assert_same(*runs)
+
+
+def test_trained_biases_and_routers_beside_paged_experts(train_steps: Train) -> None:
+    runs = []
+    for paging in (False, True):
+        model = FAMILIES["gpt_oss"].build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name or "router" in name)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", lr=1e-2, moe_paging=paging
+        )
+        runs.append(train_steps(model, optimizer, 3))
+    assert_same(*runs)
+    assert any("experts.down_proj_bias" in name for name in runs[0][1])
+
+
+def test_one_trained_stack_beside_a_paged_one(train_steps: Train) -> None:
+    runs = []
+    for paging in (False, True):
+        model = FAMILIES["qwen3_moe"].build()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("experts.down_proj" in name)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", lr=1e-2, moe_paging=paging
+        )
+        runs.append(train_steps(model, optimizer, 3))
+    assert_same(*runs)
+
+
+def test_autocast(adapted: Callable[..., Any]) -> None:
+    gradients = []
+    for paging in (False, True):
+        model = adapted("mixtral", lora=ATTENTION)
+        model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="none", moe_paging=paging)
+        seen = watch_gradients(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**token_batch(1)).loss
+        loss.backward()
+        gradients.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_backward_twice_and_evaluation_in_between(adapted: Callable[..., Any]) -> None:
+    found = []
+    for paging in (False, True):
+        model = adapted("qwen2_moe", lora=ATTENTION)
+        model, _ = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", moe_paging=paging, accumulation_steps=2
+        )
+        seen = watch_gradients(model)
+        first = model(**token_batch(1)).loss
+        with torch.no_grad():
+            seen.append(model(**token_batch(2)).logits)
+        first.backward(retain_graph=True)
+        first.backward()
+        found.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_values_are_the_users_own(adapted: Callable[..., Any]) -> None:
+    """Reading, writing, state dicts and unwrap() see and change the experts as in plain torch."""
+    plain, paged = adapted("mixtral", lora=ATTENTION), adapted("mixtral", lora=ATTENTION)
+    name = "base_model.model.model.layers.1.mlp.experts.down_proj"
+    paged, _ = ts_hf.wrap_hf(paged, device="cpu", quantize="none", moe_paging=True)
+
+    def same() -> bool:
+        with torch.no_grad():
+            a, b = (model(**token_batch(3)).logits for model in (plain, paged))
+        return torch.equal(a, b)
+
+    assert same()
+    assert torch.equal(paged.state_dict()[name], plain.state_dict()[name])
+    for model in (plain, paged):
+        weight = dict(model.named_parameters())[name]
+        with torch.no_grad():
+            weight[2].mul_(1.5)
+    assert same()
+    for model in (plain, paged):
+        dict(model.named_parameters())[name].data = torch.full((6, 64, 96), 0.01)
+    assert same()
+    state = {name: torch.randn(6, 64, 96)}
+    for model in (plain, paged):
+        model.load_state_dict(state, strict=False)
+    assert same()
+    with torch.no_grad():
+        paged(**token_batch(3))
+        dict(paged.named_parameters())[name].data.add_(0.25)  # leaves no trace
+        dict(plain.named_parameters())[name].data.add_(0.25)
+    assert same()
+    unwrap(paged)
+    assert same()
+    experts = paged.get_base_model().model.layers[0].mlp.experts
+    assert "forward" not in experts.__dict__ and experts.num_experts == 6
+
+
+def test_after_an_exception_the_next_step_is_right(adapted: Callable[..., Any]) -> None:
+    model = adapted("qwen3_moe", lora=ATTENTION)
+    model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="none", moe_paging=True)
+    experts = model.get_base_model().model.layers[1].mlp.experts
+    with torch.no_grad():
+        expected = model(**token_batch(1)).logits
+        own, experts.act_fn = experts.act_fn, None
+        with pytest.raises(TypeError):
+            model(**token_batch(1))
+        experts.act_fn = own
+        assert torch.equal(model(**token_batch(1)).logits, expected)
+    assert experts.num_experts == 6 and experts.gate_up_proj.shape[0] == 6
+
+
+def test_the_limit_counts_the_slots(adapted: Callable[..., Any]) -> None:
+    model = adapted("mixtral", lora=ATTENTION)
+    one = 3 * 64 * 96 * 4  # of one expert
+    model, _ = ts_hf.wrap_hf(
+        model,
+        device="cpu",
+        quantize="none",
+        moe_paging=True,
+        param_offload=True,
+        vram_limit=2 * 4 * one,
+        check_memory=False,
+        vram_headroom=0,
+    )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+    memory = memory_report(model)
+    assert memory["resident"]["experts"] == memory["experts"]["slot_bytes"] <= 2 * 3 * one
+    with pytest.raises(OutOfBudgetError), torch.no_grad():
+        model(**token_batch(0, 4, 32))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+    unwrap(model)
+
+
+def test_what_cannot_be_paged_is_refused(adapted: Callable[..., Any]) -> None:
+    with pytest.raises(OptionError, match="no stacked experts were found"):
+        ts_hf.wrap_hf(adapted("llama"), device="cpu", moe_paging=True)
+    with pytest.raises(OptionError, match="are trained"):
+        ts_hf.wrap_hf(FAMILIES["mixtral"].build(), device="cpu", moe_paging=True)
+    on_experts = {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    model = adapted("mixtral", lora=on_experts)
+    with pytest.raises(NotAvailableError, match="target_parameters"):
+        ts_hf.wrap_hf(model, device="cpu", moe_paging=True)
+    with torch.no_grad():
+        model(**token_batch(0))
+
+
+def test_generation(adapted: Callable[..., Any]) -> None:
+    tokens = []
+    for paging in (False, True):
+        model = adapted("qwen3_moe", lora=ATTENTION).eval()
+        model, _ = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", moe_paging=paging, param_offload=paging
+        )
+        cache = ts_hf.TrainStreamCache(model, 64, resident_layers=1, page_tokens=4)
+        inputs = {k: v for k, v in token_batch(4).items() if k != "labels"}
+        tokens.append(
+            model.generate(
+                **inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
+        )
+    assert torch.equal(*tokens)
