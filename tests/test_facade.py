@@ -16,6 +16,7 @@ ALIASES = {
     "trainstream.quant": "ts_quant",
     "trainstream.fused": "ts_kernels",
     "trainstream.experts": "ts_hf.experts",
+    "trainstream.packing": "ts_hf.packing",
 }
 
 

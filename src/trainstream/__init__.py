@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from ts_core import reserve_pinned as reserve_pinned
     from ts_core import unwrap as unwrap
     from ts_core import wrap as wrap
+    from ts_hf import PackedCollator as PackedCollator
     from ts_hf import TrainStreamCache as TrainStreamCache
     from ts_hf import TrainStreamCallback as TrainStreamCallback
     from ts_hf import TrainStreamTrainer as TrainStreamTrainer
+    from ts_hf import best_fit as best_fit
     from ts_hf import load_model as load_model
     from ts_hf import merge_adapter as merge_adapter
+    from ts_hf import pack_sequences as pack_sequences
     from ts_hf import save_adapter as save_adapter
     from ts_hf import wrap_hf as wrap_hf
     from ts_kernels import add_rms_norm as add_rms_norm
@@ -68,11 +71,14 @@ _HOME = {
     "reserve_pinned": "ts_core",
     "unwrap": "ts_core",
     "wrap": "ts_core",
+    "PackedCollator": "ts_hf",
     "TrainStreamCache": "ts_hf",
     "TrainStreamCallback": "ts_hf",
     "TrainStreamTrainer": "ts_hf",
+    "best_fit": "ts_hf",
     "load_model": "ts_hf",
     "merge_adapter": "ts_hf",
+    "pack_sequences": "ts_hf",
     "save_adapter": "ts_hf",
     "wrap_hf": "ts_hf",
     "add_rms_norm": "ts_kernels",

@@ -408,8 +408,8 @@ def test_fp16_refused(
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"packing": True}, NotAvailableError, "packing=True"),
-        ({"packing": 4096}, NotAvailableError, "packing=4096"),
+        ({"packing": 0}, OptionError, "packing=0"),
+        ({"packing": -8}, OptionError, "packing=-8"),
         ({"packing": "yes"}, OptionError, "packing='yes'"),
         ({"chunked_loss": 1}, OptionError, "chunked_loss=1"),
         ({"loss_chunk_size": 0}, OptionError, "loss_chunk_size=0"),

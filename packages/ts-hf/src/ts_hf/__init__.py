@@ -19,6 +19,9 @@ _HOMES = {
     "TrainStreamTrainer": "ts_hf.training.trainer",
     "TrainStreamCache": "ts_hf.cache",
     "TrainStreamCallback": "ts_hf.training.memory_log",
+    "PackedCollator": "ts_hf.packing",
+    "best_fit": "ts_hf.packing",
+    "pack_sequences": "ts_hf.packing",
     "save_adapter": "ts_hf.adapters",
     "merge_adapter": "ts_hf.merging",
     "demo_model_folder": "ts_hf.demo_model",
@@ -26,13 +29,16 @@ _HOMES = {
 
 __all__ = [
     "LoadReport",
+    "PackedCollator",
     "TrainStreamCache",
     "TrainStreamCallback",
     "TrainStreamTrainer",
+    "best_fit",
     "demo_model_folder",
     "find_decoder_layers",
     "load_model",
     "merge_adapter",
+    "pack_sequences",
     "save_adapter",
     "wrap_hf",
 ]
@@ -45,6 +51,9 @@ if TYPE_CHECKING:
     from ts_hf.fill import LoadReport as LoadReport
     from ts_hf.loading import load_model as load_model
     from ts_hf.merging import merge_adapter as merge_adapter
+    from ts_hf.packing import PackedCollator as PackedCollator
+    from ts_hf.packing import best_fit as best_fit
+    from ts_hf.packing import pack_sequences as pack_sequences
     from ts_hf.training.memory_log import TrainStreamCallback as TrainStreamCallback
     from ts_hf.training.trainer import TrainStreamTrainer as TrainStreamTrainer
     from ts_hf.wrapping import wrap_hf as wrap_hf

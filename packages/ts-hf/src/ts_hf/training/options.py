@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ts_core.errors import NotAvailableError, OptionError
+from ts_hf.packing import PackedCollator
 
 # Names of transformers' `optim` that mean AdamW with fp32 state, which OffloadAdamW is.
 ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
@@ -32,6 +33,7 @@ class TrainerOptions:
     wrap: dict[str, Any] = field(default_factory=dict)
     chunked_loss: bool = True
     loss_chunk_size: int = 1024
+    packing: bool | int = False
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> TrainerOptions:
@@ -40,7 +42,6 @@ class TrainerOptions:
         Raises:
             OptionError: not a dict, a value that is not accepted, or an option that
                 TrainingArguments already has.
-            NotAvailableError: packing.
         """
         if given is not None and not isinstance(given, dict):
             raise OptionError(
@@ -55,11 +56,7 @@ class TrainerOptions:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise OptionError(f"loss_chunk_size={size!r}: expected an int of at least 1.")
         packing = rest.pop("packing", False)
-        if packing is not False:
-            if packing is True or (isinstance(packing, int) and packing > 0):
-                raise NotAvailableError(
-                    f"packing={packing!r} is not available in this version. Leave it at False."
-                )
+        if not isinstance(packing, int) or (packing is not False and packing < 1):
             raise OptionError(f"packing={packing!r}: expected False, True or a row length.")
         for name, argument in _FROM_ARGUMENTS.items():
             if name in rest:
@@ -67,7 +64,32 @@ class TrainerOptions:
                     f"trainstream={{{name!r}: ...}}: TrainStreamTrainer takes this from "
                     f"TrainingArguments({argument}=...). Set it there."
                 )
-        return TrainerOptions(wrap=rest, chunked_loss=chunked, loss_chunk_size=size)
+        return TrainerOptions(
+            wrap=rest, chunked_loss=chunked, loss_chunk_size=size, packing=packing
+        )
+
+
+def choose_collator(packing: bool | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Put a PackedCollator among the Trainer's arguments, in place, if packing is asked for.
+
+    Raises:
+        OptionError: the user gave a collator that does not pack, or packs otherwise.
+    """
+    if packing is False:
+        return
+    max_len = None if packing is True else packing
+    given = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
+    if given is None:
+        model = kwargs.get("model", args[0] if args else None)
+        pad_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
+        if pad_id is None:
+            pad_id = getattr(getattr(model, "config", None), "pad_token_id", None)
+        kwargs["data_collator"] = PackedCollator(max_len, pad_id or 0)
+    elif not isinstance(given, PackedCollator) or given.max_len != max_len:
+        raise OptionError(
+            f"packing={packing!r} makes the batches itself, but data_collator={given!r} was given "
+            f"too. Leave one of them out."
+        )
 
 
 def check_arguments(args: Any) -> None:

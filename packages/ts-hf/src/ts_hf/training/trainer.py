@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ts_core.errors import OptionError, StateError
+from ts_hf.packing import PackedCollator
+from ts_hf.packing_layout import PackedInputs
 from ts_hf.training.checkpointing import CheckpointMixin
+from ts_hf.training.evaluation import EvaluationMixin
 from ts_hf.training.finite import FiniteGuard, check_gradient_norm
 from ts_hf.training.loss import ChunkedLoss
 from ts_hf.training.memory_log import memory_numbers
-from ts_hf.training.options import TrainerOptions, check_arguments
+from ts_hf.training.options import TrainerOptions, check_arguments, choose_collator
+from ts_hf.training.targets import WindowTargets
 from ts_hf.wrapping import wrap_hf
 
 logger = logging.getLogger("trainstream.hf")
@@ -24,7 +28,7 @@ logger = logging.getLogger("trainstream.hf")
 _SESSION = "_trainstream_session"
 
 
-class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
+class TrainStreamTrainer(CheckpointMixin, EvaluationMixin, Trainer):  # type: ignore[misc]
     """transformers.Trainer whose model streams.
 
     Everything transformers.Trainer does with schedules, data, accumulation, logging, evaluation,
@@ -37,7 +41,9 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         *args: as for transformers.Trainer.
         trainstream: a dict with any option of `ts_core.wrap` (but those that TrainingArguments
             has), and `chunked_loss` (True: never build the logits where the model's own loss
-            allows), `loss_chunk_size` (1024 rows), `packing` (False; not available yet).
+            allows), `loss_chunk_size` (1024 rows), `packing` (False; True: the rows of a batch
+            become one without padding; an int: rows of that length). Packed batches give the loss
+            and gradients of their rows one by one; evaluation packs too.
         **kwargs: as for transformers.Trainer.
 
     Raises:
@@ -60,10 +66,13 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
                 "the model is already wrapped. Give TrainStreamTrainer the model as it was "
                 "before (ts_core.unwrap brings it back); it wraps it itself."
             )
+        choose_collator(self._options.packing, args, kwargs)
         self._streaming: Any = None  # the OffloadAdamW, once the model is wrapped
-        self._prediction_loss_only = False
         self._unfinished = 0  # micro-batches since the last optimizer step
         self._chunked = ChunkedLoss(self._options.loss_chunk_size, self.say)
+        self._packed = PackedInputs(self.say)
+        self._window = WindowTargets([])
+        self._masked_window_seen = False
         self._finite = FiniteGuard()
         self._early_events: list[str] = []
         self.optimizer: Any
@@ -162,7 +171,21 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
                 # gradients to the next window.
                 passes += self.args.gradient_accumulation_steps
             self._streaming.accumulation_steps = passes
+        self._window = WindowTargets(samples)
+        if self._window.total == 0 and not self._masked_window_seen:
+            self._masked_window_seen = True
+            self.say(
+                f"step {self.state.global_step + 1}: every label is masked, so its loss and "
+                f"gradients are 0 (further such steps are not reported)"
+            )
         return samples, num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As transformers.Trainer's; packed batches as the model needs them."""
+        inputs = super()._prepare_inputs(inputs)
+        if isinstance(self.data_collator, PackedCollator):
+            inputs = self._packed(self.model, inputs)
+        return inputs
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers.Trainer's."""
@@ -185,31 +208,47 @@ class TrainStreamTrainer(CheckpointMixin, Trainer):  # type: ignore[misc]
         if torch.is_tensor(num_items_in_batch):
             # With every label of a window masked, 0 / 1 rather than 0 / 0.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
+        counted = {key: inputs[key] for key in ("labels", "shift_labels") if key in inputs}
         if self._may_chunk(model, inputs, return_outputs):
             num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
             loss, outputs = self._chunked(model, inputs, num_items, self.accelerator.autocast)
+            if num_items is not None and self.args.average_tokens_across_devices:
+                loss = loss * self.accelerator.num_processes  # as transformers' own does
         else:
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
-        if model.training:
+        if not model.training:
+            self._add_to_token_mean(loss, counted, num_items_in_batch)
+        else:
+            if not self.model_accepts_loss_kwargs:
+                loss = self._as_share_of_the_window(loss, outputs)
             self._finite.watch(loss, self.state.global_step + 1)
         return (loss, outputs) if return_outputs else loss
+
+    def _as_share_of_the_window(self, loss: Tensor, outputs: Any) -> Tensor:
+        """The part of a window's mean over tokens, from a micro-batch's mean over its own.
+
+        For models that take no `num_items_in_batch`. transformers divides what is returned by the
+        number of micro-batches, and so gives the same where they have equally many labels.
+        """
+        if not self._loss_shifts_labels or self.compute_loss_func is not None:
+            return loss
+        taken = self._window.take()
+        if taken is None:
+            return loss
+        count, share = taken
+        if count == 0:  # the model's mean over nothing is NaN, and so are its gradients
+            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[1]
+            nothing: Tensor = logits.float().sum() * 0.0
+            return nothing
+        part: Tensor = loss * (share * self.current_gradient_accumulation_steps)
+        return part
 
     def _may_chunk(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> bool:
         wanted = self._options.chunked_loss and (not return_outputs or self._prediction_loss_only)
         own = self.compute_loss_func is not None or self.label_smoother is not None
         return wanted and not own and self._chunked.applies(model, inputs)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> Any:
-        """As transformers.Trainer's; without logits when only the loss is asked for."""
-        self._prediction_loss_only = bool(prediction_loss_only)
-        try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            self._prediction_loss_only = False
 
     # -- clipping, logging, saving -----------------------------------------------------------
 

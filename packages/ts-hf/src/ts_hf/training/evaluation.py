@@ -1,0 +1,81 @@
+"""Evaluation whose loss is a mean over tokens, however the rows are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ts_hf.training.targets import TokenMean, count_targets
+
+
+class EvaluationMixin:
+    """Overrides of transformers.Trainer's evaluation; comes before it in the bases.
+
+    transformers weighs the mean loss of each batch by its rows, so that the result depends on how
+    rows with different numbers of labels are batched. Here it is the mean over all labels that
+    count, for causal models without a loss function of the user's own.
+    """
+
+    args: Any
+    accelerator: Any
+    model_accepts_loss_kwargs: bool
+    compute_loss_func: Any
+    _loss_shifts_labels: bool
+    _token_mean: TokenMean | None = None
+    _prediction_loss_only = False
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As transformers.Trainer's, with the loss as a mean over tokens."""
+        if self._loss_shifts_labels and self.compute_loss_func is None:
+            self._token_mean = TokenMean()
+        try:
+            output = super().evaluation_loop(  # type: ignore[misc]
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            mean = self._token_mean and self._token_mean.result(self.accelerator)
+        finally:
+            self._token_mean = None
+        key = f"{metric_key_prefix}_loss"
+        if mean is not None and key in output.metrics:
+            output.metrics[key] = mean
+        return output
+
+    def prediction_step(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """As transformers.Trainer's; without logits when only the loss is asked for."""
+        self._prediction_loss_only = bool(prediction_loss_only)
+        try:
+            return super().prediction_step(  # type: ignore[misc]
+                model, inputs, prediction_loss_only, ignore_keys
+            )
+        finally:
+            self._prediction_loss_only = False
+
+    def _add_to_token_mean(
+        self: Any, loss: Tensor, inputs: Mapping[Any, Any], num_items: Tensor | int | None
+    ) -> None:
+        """Count the loss of a batch of an evaluation, which was divided by `num_items`."""
+        count = None if self._token_mean is None else count_targets(inputs)
+        if count is None:
+            return
+        divisor = None
+        if self.model_accepts_loss_kwargs and num_items is not None:
+            # With average_tokens_across_devices it is all processes' count, and the loss was
+            # multiplied by their number.
+            scaled = self.args.average_tokens_across_devices
+            divisor = num_items / (self.accelerator.num_processes if scaled else 1)
+        self._token_mean.add(loss, count.to(loss.device), divisor)
