@@ -45,17 +45,18 @@ class BlockRunner:
         self._handles.clear()
 
     def _hook(self, index: int, block: nn.Module) -> None:
-        image = self._pager.images.get(index)
-        guard_saved = image is not None and image.has_plain
+        def guards_saved() -> bool:
+            image = self._pager.images.get(index)  # a block may change place between steps
+            return image is not None and image.has_plain
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._pager.enter(index, -1 if in_backward() else 1)
-            if guard_saved and torch.is_grad_enabled():
+            if torch.is_grad_enabled() and guards_saved():
                 self._open.enter(index, saved_view_hooks(self._pager))
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             self._open.exit(index)
-            if guard_saved:
+            if guards_saved():
                 output = _own_memory(output, self._pager)
             if torch.is_grad_enabled():
                 for tensor in _tensors(output):
@@ -76,12 +77,9 @@ class BlockRunner:
             block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
         self._handles.append(block.register_forward_hook(after, always_call=True))
-        if image is not None:
-            self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
-            for module in block.modules():
-                self._handles.append(
-                    module.register_load_state_dict_pre_hook(self._before_load(index))
-                )
+        self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
+        for module in block.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(self._before_load(index)))
 
     def new_pass(self) -> None:
         """Called before the model's own forward, outside any backward."""

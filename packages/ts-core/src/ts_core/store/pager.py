@@ -130,6 +130,11 @@ class ParamPager:
         """The slot that holds `image`, loaded and waited for; for reads outside `enter`."""
         with self._lock:
             self._check_open()
+            if self.images.get(image.index) is not image:
+                raise StateError(
+                    f"block {image.index} changed place after the forward of this backward. Run "
+                    f"backward before the next forward that follows step()."
+                )
             return self._ready_slot(image, {image.index})
 
     def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
@@ -163,7 +168,47 @@ class ParamPager:
     def invalidate(self, index: int) -> None:
         """The block's host image is about to be written: drop what a slot holds of it."""
         with self._lock:
-            self._drop(self.images[index])
+            image = self.images.get(index)
+            if image is not None:
+                self._drop(image)
+
+    def take_out(self, indices: Sequence[int], slot_count: int) -> list[BlockImage]:
+        """Stop streaming blocks, between steps; their weights are bound to their host images.
+
+        The ring is made anew when it needs other slots.
+
+        Args:
+            indices: paged blocks.
+            slot_count: the most slots from now on.
+        """
+        with self._lock:
+            self._check_open()
+            self._empty()
+            taken = [self.images.pop(index) for index in indices]
+            self.order = sorted(self.images)
+            self._fit_ring(slot_count)
+            return taken
+
+    def put_in(self, images: Sequence[BlockImage], slot_count: int) -> None:
+        """Stream more blocks, between steps; the ring is made anew when it needs other slots.
+
+        Raises:
+            OutOfBudgetError: the device has no room for the ring; nothing has changed then but
+                that the ring is as large as before.
+        """
+        with self._lock:
+            self._check_open()
+            self._empty()
+            self.images.update((image.index, image) for image in images)
+            self.order = sorted(self.images)
+            try:
+                self._fit_ring(slot_count)
+            except BaseException:
+                for image in images:
+                    del self.images[image.index]
+                self.order = sorted(self.images)
+                self._fit_ring(slot_count)
+                raise
 
     def close(self) -> None:
         """Bind everything to the host images and free the ring."""
@@ -174,6 +219,18 @@ class ParamPager:
                 image.forget_views()
             self._closed = True
             self.ring.close()
+
+    def _fit_ring(self, slot_count: int) -> None:
+        slot_bytes = max((image.size_bytes for image in self.images.values()), default=0)
+        slot_count = min(slot_count, len(self.images))
+        if (slot_bytes, slot_count) == (self.ring.slot_bytes, len(self.ring.slots)):
+            return
+        self.copies.synchronize()
+        for image in self.images.values():
+            image.forget_views()
+            image.bind_host()
+        self.ring.close()
+        self.ring = SlotRing(self.copies.device, slot_bytes, slot_count)
 
     def _ahead(self, index: int, direction: int) -> list[int]:
         if direction > 0:
