@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import ts_hf
 from ts_core.errors import (
@@ -372,12 +373,11 @@ def test_auto_takes_the_most_precise_that_fits(
         chosen(sizes[last] - 2000, quantize=last)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_quantization_that_would_not_reach_most_of_a_model(
-    family: str, checkpoint: Callable[..., Path], codec: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[..., Path], codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused experts and Conv1D are not silently left in full precision."""
-    folder = checkpoint(family)
+    """Conv1D is not silently left in full precision."""
+    folder = checkpoint("gpt2")
     with pytest.raises(NotAvailableError, match=r"not in nn\.Linear modules \(the largest: '"):
         ts_hf.load_model(folder, quantize=codec)
     monkeypatch.setattr(budget, "ram_available_bytes", lambda: 1000)
@@ -392,4 +392,38 @@ def test_a_few_weights_out_of_reach_are_reported(
     model = ts_hf.load_model(config, random_weights=True, quantize=codec)
     events = model.trainstream_load.events
     assert len(events) == 1 and "stay in full precision" in events[0]
-    assert "mlp.experts.gate_up_proj" in events[0]
+    assert "mlp.gate.weight" in events[0]  # the routers
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_stacked_experts_are_quantized_while_they_are_read(
+    shards: bool, checkpoint: Callable[..., Path], codec: str
+) -> None:
+    """A checkpoint has one tensor per expert and matrix; the model holds them stacked."""
+    from ts_core.registry import codecs
+
+    folder = checkpoint("mixtral", shards=shards)
+    plain = ts_hf.load_model(folder, quantize=None, dtype=torch.float32)
+    model = ts_hf.load_model(folder, quantize=codec, dtype=torch.float32)
+    experts = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        stored, dense = getattr(experts, name), getattr(plain.model.layers[1].mlp.experts, name)
+        assert stored.codec == codec and not stored.requires_grad
+        assert torch.equal(stored.dequantize(), codecs.get(codec).encode(dense).dequantize())
+    assert model.trainstream_load.quantized_tensors == 2 * (4 + 2)
+    model, _ = ts_hf.wrap_hf(_head_trained(model), device="cpu", moe_paging=True)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        paged = model(ids).logits
+        for layer in plain.model.layers:
+            for module in layer.modules():
+                for leaf, weight in list(module._parameters.items()):
+                    if weight is not None and (weight.dim() == 3 or isinstance(module, nn.Linear)):
+                        dense = codecs.get(codec).encode(weight).dequantize()
+                        module._parameters[leaf] = nn.Parameter(dense, requires_grad=False)
+        assert torch.equal(paged, plain(ids).logits)
+
+
+def _head_trained(model: Any) -> Any:
+    model.lm_head.weight.requires_grad_(True)
+    return model

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ts_core.engine.served import serve_stored
 from ts_core.errors import DataError
+from ts_hf.experts import find_experts
 from ts_hf.families import find_decoder_layers
 from ts_hf.sizes import format_bytes
 
@@ -63,13 +64,22 @@ class LoadReport:
 
 
 def quantizable_names(model: nn.Module) -> set[str]:
-    """Names of the weights that quantization applies to: of every nn.Linear in a decoder layer."""
+    """Names of the weights that quantization applies to, all of them in decoder layers.
+
+    Those of every nn.Linear, and the stacked experts of mixture-of-experts layers.
+    """
     inside = {id(module) for layer in find_decoder_layers(model) for module in layer.modules()}
-    return {
+    found = {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and id(module) in inside
     }
+    for spec in find_experts(model):
+        for name in spec.parameters:
+            parameter = spec.module._parameters[name]
+            if id(spec.module) in inside and parameter is not None and parameter.dim() >= 3:
+                found.add(f"{spec.name}.{name}")
+    return found
 
 
 class Encoder:
@@ -99,7 +109,7 @@ class Encoder:
     def __call__(self, weight: Tensor, name: str) -> Tensor:
         """The weight in the codec's format, on its device."""
         encoded: Tensor
-        if self._storer is None:
+        if self._storer is None or weight.dim() != 2:  # what is chosen per matrix skips stacks
             encoded = self._codec.encode(weight, name=name, **self._basic)
             return encoded
         stored = self._storer.store(weight, name)

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from ts_quant.codecs.base import Codec, QuantSpec
 from ts_quant.codecs.scales import LAYOUTS
 from ts_quant.errors import OptionError
 
 if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
+
+LARGE = 1 << 26
+"""Values above which a stack is encoded matrix by matrix."""
 
 
 def stack_rows(stored: QuantTensor) -> tuple[str, ...] | None:
@@ -24,30 +29,66 @@ def stack_rows(stored: QuantTensor) -> tuple[str, ...] | None:
     Args:
         stored: of three or more dimensions (fewer: None).
     """
-    shape = stored.shape
+    names = tuple(stored.__tensor_flatten__()[0])
+    common = _common(tuple(stored.shape), stored.spec)
+    if common is None:
+        return None
+    rows = tuple(name for name in names if name not in common)
+    even = all(getattr(stored, name).numel() % stored.shape[0] == 0 for name in rows)
+    return rows if even else None
+
+
+def apart(shape: torch.Size, spec: QuantSpec) -> bool:
+    """Whether a stack is large enough to encode matrix by matrix, and every matrix can be.
+
+    Encoding needs several times the memory of what it works on.
+    """
+    large = shape.numel() >= LARGE and spec.scales != "tile"
+    return large and _common(tuple(shape), spec) == frozenset()
+
+
+def encode_apart(
+    codec: Codec, weight: Tensor, spec: QuantSpec, name: str | None
+) -> tuple[Tensor, ...]:
+    """The buffers of a stack, encoded one matrix at a time.
+
+    Raises:
+        NonFiniteWeightError: a matrix holds NaN or infinity; it is named by its index.
+    """
+    count, matrix = weight.shape[0], weight.shape[1:]
+    whole: list[Tensor] = []
+    for index in range(count):
+        label = f"{name or 'weight'}[{index}]"
+        for place, part in enumerate(codec.encode_checked(weight[index], spec, label)):
+            if index == 0:
+                like_weight = part.shape == matrix
+                joined = (count * part.shape[0], *part.shape[1:])
+                whole.append(part.new_empty((count, *matrix) if like_weight else joined))
+            whole[place].view(count, -1)[index] = part.reshape(-1)
+    return tuple(whole)
+
+
+def _common(shape: tuple[int, ...], spec: QuantSpec) -> frozenset[str] | None:
+    """Names of the scale buffers that all matrices share; None when codes cannot be split."""
     if len(shape) < 3 or 0 in shape:
         return None
-    count, spec = shape[0], stored.spec
-    names = stored.__tensor_flatten__()[0]
-    sizes = {name: getattr(stored, name).numel() for name in names}
     if spec.scales == "tile":
-        rows = tuple(names)
-    else:
-        values = stored.numel() // count
-        if values % spec.block_size:
+        return frozenset()
+    count = shape[0]
+    values = torch.Size(shape).numel() // count
+    if values % spec.block_size:
+        return None
+    blocks = values // spec.block_size
+    layout = LAYOUTS[spec.scales]
+    one, whole = layout.sizes(blocks), layout.sizes(blocks * count)
+    common = set()
+    for name, (_, of_one), (_, of_all) in zip(layout.buffer_names, one, whole, strict=True):
+        if of_one * count == of_all:
+            continue
+        if of_one != of_all:
             return None
-        blocks = values // spec.block_size
-        layout = LAYOUTS[spec.scales]
-        one, whole = layout.sizes(blocks), layout.sizes(blocks * count)
-        common = set()
-        for name, (_, of_one), (_, of_all) in zip(layout.buffer_names, one, whole, strict=True):
-            if of_one * count == of_all:
-                continue
-            if of_one != of_all:
-                return None
-            common.add(name)
-        rows = tuple(name for name in names if name not in common)
-    return None if any(sizes[name] % count for name in rows) else rows
+        common.add(name)
+    return frozenset(common)
 
 
 def stack_like(stored: QuantTensor, buffers: Mapping[str, Tensor], count: int) -> QuantTensor:

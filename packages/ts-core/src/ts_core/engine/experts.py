@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ts_core.engine.experts_calls import ExpertCalls
+from ts_core.engine.experts_decoded import put_forward
 from ts_core.engine.experts_layer import ExpertLayer, StackedExperts, expert_bytes, split_leaves
 from ts_core.engine.experts_slots import SLOTS, ExpertSlots
 from ts_core.errors import NotAvailableError, OptionError
@@ -103,7 +104,7 @@ class ExpertPaging:
         most = max(layer.count for layer in self.layers)
         self._hit_h = arena.empty((most + 1,), torch.uint8, tag="experts")
         self.calls = ExpertCalls(self.slots, self.layers, self._hit_h)
-        self._before: dict[int, Callable[..., Any]] = {}
+        self._before: dict[int, Callable[..., Any] | None] = {}
         for layer in self.layers:
             self._redirect(layer)
 
@@ -140,15 +141,11 @@ class ExpertPaging:
         for layer in self.layers:
             layer.image.take_writes()
             layer.image.bind_host()
-            layer.spec.module.__dict__.pop("forward", None)
-            before = self._before.get(layer.index)
-            if before is not None:
-                layer.spec.module.__dict__["forward"] = before
+            put_forward(layer.spec.module, self._before[layer.index])
 
     def _redirect(self, layer: ExpertLayer) -> None:
         module = layer.spec.module
-        if "forward" in module.__dict__:
-            self._before[layer.index] = module.__dict__["forward"]
+        self._before[layer.index] = module.__dict__.get("forward")
         own = module.forward
 
         @wraps(own)

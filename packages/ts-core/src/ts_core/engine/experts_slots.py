@@ -89,6 +89,14 @@ class ExpertSlots:
         """Device bytes held."""
         return sum(0 if slot.buffer is None else slot.buffer.numel() for slot in self.slots)
 
+    def slot_of(self, tensor: Tensor) -> ExpertSlot | None:
+        """The slot whose memory `tensor` views, if any."""
+        address = tensor.untyped_storage().data_ptr()
+        for slot in self.slots:
+            if slot.buffer is not None and slot.buffer.untyped_storage().data_ptr() == address:
+                return slot
+        return None
+
     def ready(self, layer: ExpertLayer, picks: Picks) -> ExpertSlot:
         """The slot with these experts, loaded if need be, the compute stream waiting for it."""
         slot = self.load(layer, picks, None)

@@ -11,6 +11,7 @@ from torch import nn
 from ts_core.config import WrapOptions
 from ts_core.device import Device
 from ts_core.engine.experts import StackedExperts, parameters_of, without_experts
+from ts_core.engine.experts_store import unpaged_experts
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
@@ -109,7 +110,7 @@ def choose_codec(
     leaves = block_leaves(model, blocks, parameters_of(experts))
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     profile = without_experts(profile, experts)
-    weights = quantizable_weights(blocks)
+    weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))
     options = plan_options(config)
     machine = machine_profile(device)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ts_core.device import Device, HostDevice
+from ts_core.engine.experts_layer import StackedExperts
+from ts_core.engine.experts_store import experts_in, plain_stacks, store_experts
 from ts_core.engine.served import serve_decoded
 from ts_core.errors import OptionError
 from ts_core.registry import codecs
@@ -32,6 +34,9 @@ def quantize_model(
     device: Device | None = None,
 ) -> dict[str, Any]:
     """Store the frozen linear weights of the blocks in a codec's format, one at a time.
+
+    Frozen stacked experts (of the families that an installed package knows) are stored as well; the
+    choices of `keep_precise`, `error_rank` and `joint_budget` concern the linear weights only.
 
     A weight that is already stored in some format is left as it is. Trained weights, weights
     used by more than one module, and everything outside the blocks stay as they are. The model's
@@ -75,7 +80,8 @@ def quantize_model(
     stack = find_blocks(model) if blocks is None else list(blocks)
     work = device or HostDevice()
     frozen, already = _frozen_linears(model, stack)
-    if not frozen and not already:
+    experts = experts_in(model, stack)
+    if not frozen and not already and not plain_stacks(experts):
         raise OptionError(
             f"quantize={quantize!r} found no frozen linear weight in {len(stack)} blocks. Freeze "
             f"the base model (or add adapters) before wrapping, or use quantize='none'."
@@ -119,8 +125,12 @@ def quantize_model(
         after += size
         module.weight = nn.Parameter(stored, requires_grad=False)
         serve_decoded(module)
+    stacks, stacked_before, stacked_after = store_experts(
+        experts, codec, work, block_size=block_size, double_quant=double_quant
+    )
+    before, after = before + stacked_before, after + stacked_after
     return {
-        "tensors": len(frozen),
+        "tensors": len(frozen) + stacks,
         "kept_precise": kept,
         "bytes_before": before,
         "bytes_after": after,
@@ -204,10 +214,19 @@ def _gpu_in_use() -> bool:
     return torch.cuda.is_available()
 
 
-def quantizable_weights(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
-    """Per block, count and bytes of the weights that `quantize_model` would store."""
+def quantizable_weights(
+    blocks: Sequence[nn.Module], experts: Sequence[StackedExperts] = ()
+) -> list[tuple[int, int]]:
+    """Per block, count and bytes of the weights that `quantize_model` would store.
+
+    Args:
+        blocks: the layer stack.
+        experts: modules of it that stack experts, without those that are paged by expert.
+    """
     found = []
+    stacks = [(spec.module, spec.module._parameters[name]) for spec, name in plain_stacks(experts)]
     for block in blocks:
+        inside = {id(module) for module in block.modules()}
         weights = [
             module.weight
             for module in block.modules()
@@ -215,6 +234,7 @@ def quantizable_weights(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
             and not module.weight.requires_grad
             and not is_wrapper(module.weight)
         ]
+        weights += [w for module, w in stacks if id(module) in inside and w is not None]
         found.append((sum(w.numel() for w in weights), sum(stored_bytes(w) for w in weights)))
     return found
 

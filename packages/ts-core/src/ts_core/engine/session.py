@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ts_core.config import WrapOptions
 from ts_core.device import Device
 from ts_core.engine.experts import ExpertPaging
+from ts_core.engine.experts_decoded import StoredExperts
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
@@ -81,6 +82,7 @@ class TrainStreamSession:
         self.pager: ParamPager | None = None
         self.runner: BlockRunner | None = None
         self.experts: ExpertPaging | None = None
+        self.stored_experts: StoredExperts | None = None
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
         self.patches: list[Any] = []
@@ -190,8 +192,9 @@ class TrainStreamSession:
             self.runner.remove()
         if self.pager is not None:
             self.pager.close()
-        if self.experts is not None:
-            self.experts.close()
+        for experts in (self.experts, self.stored_experts):
+            if experts is not None:
+                experts.close()
         if self.resident_reservation is not None:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:

@@ -18,6 +18,7 @@ from ts_core.engine.experts import (
     parameters_of,
     without_experts,
 )
+from ts_core.engine.experts_store import run_stored
 from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.planning import (
@@ -158,6 +159,7 @@ def _start(
         session.experts = ExpertPaging(experts, copies, arena)
         paged += session.experts.leaves()
         log(session.experts.in_words())
+    session.stored_experts = run_stored(model, blocks, experts)
     move_resident(model, device, paged)
     resident = plan.predicted.get("resident_blocks", 0)
     session.resident_reservation = device.pool.reserve(resident, "resident blocks")

@@ -94,11 +94,15 @@ class Codec(ABC):
         name: str | None = None,
     ) -> QuantTensor:
         """Encode a weight; see `ts_quant.quantize`."""
+        from ts_quant import stacks
         from ts_quant.tensor import QuantTensor
 
         weight = _plain(weight, name)
         spec = self.spec_for(weight.shape, block_size, double_quant, layout)
-        buffers = self.encode_checked(weight, spec, name)
+        if stacks.apart(weight.shape, spec):
+            buffers = stacks.encode_apart(self, weight, spec, name)
+        else:
+            buffers = self.encode_checked(weight, spec, name)
         return QuantTensor(buffers, spec, weight.shape, weight.dtype)
 
     @staticmethod

@@ -1,0 +1,259 @@
+"""Full-precision values of stored stacks of experts, for as long as one layer computes with them.
+
+Autograd would keep every decoded expert until backward. A layer of stored experts therefore runs
+with saved-tensor hooks that keep a handle in place of each tensor that views decoded values, and
+decodes them again when backward asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ts_core.engine.experts_layer import StackedExperts
+from ts_core.store.leaves import is_wrapper
+
+
+class Home(Protocol):
+    """What can say which memory of its own a tensor views, and find the same values again."""
+
+    def saved(self, tensor: Tensor) -> SavedView | None:
+        """A handle for a tensor that views memory of this home; None for another."""
+
+    def memory(self, key: Any) -> Tensor:
+        """The memory that a handle with `key` views, as it is now."""
+
+
+class SavedView:
+    """Kept by autograd in place of a tensor: where its values come from. Offsets in elements."""
+
+    __slots__ = ("dtype", "home", "key", "offset", "shape", "stride")
+
+    def __init__(self, home: Home, key: Any, memory: Tensor, tensor: Tensor) -> None:
+        self.home = home
+        self.key = key
+        self.dtype = tensor.dtype
+        self.offset = int(tensor.storage_offset()) - _start(memory, tensor.dtype)
+        self.shape = tensor.shape
+        self.stride = tuple(int(step) for step in tensor.stride())
+
+    def tensor(self) -> Tensor:
+        """The same values; memory of their own when the backward itself is recorded."""
+        memory = self.home.memory(self.key)
+        start = _start(memory, self.dtype)
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        view = empty.set_(memory.untyped_storage(), start + self.offset, self.shape, self.stride)
+        return view.clone() if torch.is_grad_enabled() else view
+
+
+def _start(memory: Tensor, dtype: torch.dtype) -> int:
+    return memory.storage_offset() * memory.element_size() // dtype.itemsize
+
+
+@contextmanager
+def saved_views(home: Home) -> Iterator[None]:
+    """Saved-tensor hooks that keep a handle instead of any tensor that views `home`'s memory.
+
+    Hooks that are already active keep seeing every other tensor.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
+
+    def pack(tensor: Tensor) -> Any:
+        saved = home.saved(tensor) if type(tensor) is Tensor else None
+        return outer_pack(tensor) if saved is None else saved
+
+    def unpack(packed: Any) -> Any:
+        return packed.tensor() if isinstance(packed, SavedView) else outer_unpack(packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@contextmanager
+def replaced(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """Let reads of these attributes see `values`; parameters of that name stay as they are."""
+    before = {name: module.__dict__[name] for name in values if name in module.__dict__}
+    module.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+class Decoded:
+    """Decoded stacks and single experts: of each stack the last that was asked for."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, int | None], Tensor] = {}
+
+    def get(self, stored: Tensor, stack: int, row: int | None, count: int | None = None) -> Tensor:
+        """Values of a stored stack, or of one expert of it.
+
+        Args:
+            stored: the stack, of a class that decodes itself.
+            stack: its number.
+            row: one expert, or None for all.
+            count: of all, how many have values; the rest becomes zero.
+        """
+        found = self._values.get((stack, row))
+        if found is not None:
+            return found
+        for other in [key for key in self._values if key[0] == stack]:
+            del self._values[other]
+        with torch.no_grad():
+            if row is not None:
+                values = stored[row]
+            elif count is None or count == stored.shape[0]:
+                values = stored.dequantize()
+            else:
+                part: Tensor = stored.stack_part(0, count).dequantize()  # type: ignore[attr-defined]
+                values = part.new_zeros(stored.shape)
+                values[:count] = part
+        self._values[(stack, row)] = values
+        return values
+
+    def key_of(self, tensor: Tensor) -> tuple[int, int | None] | None:
+        """Stack and row of the values that `tensor` views, if it does."""
+        address = tensor.untyped_storage().data_ptr()
+        for key, values in self._values.items():
+            if values.untyped_storage().data_ptr() == address:
+                return key
+        return None
+
+    def __getitem__(self, key: tuple[int, int | None]) -> Tensor:
+        return self._values[key]
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._values.clear()
+
+
+class OneByOne:
+    """Stands for a stored stack in a forward that reads one expert at a time.
+
+    Args:
+        like: the stack, for its shape, dtype and device.
+        decode: gives the values of one expert (an int) or of all (None).
+    """
+
+    def __init__(self, like: Tensor, decode: Callable[[int | None], Tensor]) -> None:
+        self._decode = decode
+        self.shape = like.shape
+        self.dtype = like.dtype
+        self.device = like.device
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, int) or (isinstance(index, Tensor) and index.dim() == 0):
+            return self._decode(int(index))
+        return self._decode(None)[index]
+
+
+class StoredExperts:
+    """Runs the layers whose stacks are stored in a codec's format and not paged by expert.
+
+    Their weights are wherever their block is (on the device, or in a slot while the block runs).
+
+    Args:
+        experts: modules with at least one stored stack.
+    """
+
+    def __init__(self, experts: Sequence[StackedExperts]) -> None:
+        self._undo: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+        self._decoded = Decoded()
+        self._now: _StoredLayer | None = None
+        for spec in experts:
+            self._redirect(_StoredLayer(self, spec))
+
+    def close(self) -> None:
+        """Give the modules their own forwards back."""
+        self._decoded.clear()
+        for module, before in self._undo:
+            put_forward(module, before)
+
+    def decoded(self, layer: _StoredLayer, stack: int, row: int | None) -> Tensor:
+        """See `Decoded.get`; of one layer at a time."""
+        if self._now is not layer:
+            self._decoded.clear()
+            self._now = layer
+        parameter = layer.spec.module._parameters[layer.names[stack]]
+        assert parameter is not None
+        return self._decoded.get(parameter, stack, row)
+
+    def key_of(self, tensor: Tensor) -> tuple[int, int | None] | None:
+        """See `Decoded.key_of`."""
+        return self._decoded.key_of(tensor)
+
+    def run(self, layer: _StoredLayer, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`forward` with stand-ins for the stored stacks."""
+        self._decoded.clear()
+        self._now = layer
+        one_by_one = layer.spec.one_by_one()
+        values: dict[str, Any] = {}
+        for number, name in enumerate(layer.names):
+            parameter = layer.spec.module._parameters[name]
+            assert parameter is not None
+            if one_by_one:
+                values[name] = OneByOne(parameter, partial(self.decoded, layer, number))
+            else:
+                values[name] = self.decoded(layer, number, None)
+        try:
+            with saved_views(layer), replaced(layer.spec.module, values):
+                return forward(*args, **kwargs)
+        finally:
+            self._decoded.clear()
+
+    def _redirect(self, layer: _StoredLayer) -> None:
+        module = layer.spec.module
+        before = module.__dict__.get("forward")
+        own = module.forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.run(layer, own, args, kwargs)
+
+        module.__dict__["forward"] = torch.compiler.disable(forward)
+        self._undo.append((module, before))
+
+
+class _StoredLayer:
+    """One module, as the home of its decoded values."""
+
+    def __init__(self, owner: StoredExperts, spec: StackedExperts) -> None:
+        self._owner = owner
+        self.spec = spec
+        self.names = stored_stacks(spec)
+
+    def saved(self, tensor: Tensor) -> SavedView | None:
+        key = self._owner.key_of(tensor)
+        return None if key is None else SavedView(self, key, self.memory(key), tensor)
+
+    def memory(self, key: tuple[int, int | None]) -> Tensor:
+        return self._owner.decoded(self, *key)
+
+
+def stored_stacks(spec: StackedExperts) -> list[str]:
+    """Names of the stacks that are stored in a codec's format."""
+    found = [name for name in spec.parameters if is_wrapper(spec.module._parameters[name])]  # type: ignore[arg-type]
+    return [name for name in found if hasattr(spec.module._parameters[name], "dequantize")]
+
+
+def put_forward(module: nn.Module, before: Callable[..., Any] | None) -> None:
+    """Undo a replaced forward: `before` is what the instance had, None for the class's own."""
+    module.__dict__.pop("forward", None)
+    if before is not None:
+        module.__dict__["forward"] = before
