@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ts_hf.families import base_causal_lm
 from ts_hf.training.targets import TokenMean, count_targets
 
 
@@ -20,6 +22,8 @@ class EvaluationMixin:
 
     args: Any
     accelerator: Any
+    model: Any
+    label_smoother: Any
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
     _loss_shifts_labels: bool
@@ -35,7 +39,7 @@ class EvaluationMixin:
         metric_key_prefix: str = "eval",
     ) -> Any:
         """As transformers.Trainer's, with the loss as a mean over tokens."""
-        if self._loss_shifts_labels and self.compute_loss_func is None:
+        if self._averages_over_next_tokens():
             self._token_mean = TokenMean()
         try:
             output = super().evaluation_loop(  # type: ignore[misc]
@@ -64,6 +68,18 @@ class EvaluationMixin:
             )
         finally:
             self._prediction_loss_only = False
+
+    def _averages_over_next_tokens(self: Any) -> bool:
+        """Whether a batch's loss is a mean over labels that are shifted by one."""
+        if not self._loss_shifts_labels or self.compute_loss_func is not None:
+            return False
+        if self.label_smoother is None:
+            return True
+        # transformers shifts for its own classes only.
+        own: bool = (
+            type(base_causal_lm(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        )
+        return own
 
     def _add_to_token_mean(
         self: Any, loss: Tensor, inputs: Mapping[Any, Any], num_items: Tensor | int | None

@@ -232,7 +232,7 @@ class TrainStreamTrainer(CheckpointMixin, EvaluationMixin, Trainer):  # type: ig
         For models that take no `num_items_in_batch`. transformers divides what is returned by the
         number of micro-batches, and so gives the same where they have equally many labels.
         """
-        if not self._loss_shifts_labels or self.compute_loss_func is not None:
+        if not self._averages_over_next_tokens():
             return loss
         taken = self._window.take()
         if taken is None:
