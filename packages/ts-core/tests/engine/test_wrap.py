@@ -337,6 +337,11 @@ def test_unknown_codec_lists_the_installed_ones() -> None:
         wrap(tiny_model(), quantize="nf5", device="host")
 
 
+def test_the_cpu_of_a_local_rank_is_a_host_device() -> None:
+    model, _ = wrap(tiny_model(), device=torch.device("cpu", 1))
+    assert model._trainstream_session.device.kind == "host"
+
+
 def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="torchrun"):
         wrap(tiny_model(), distributed=True, **HOST)

@@ -68,6 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     finally:
         for process in running:
             process.kill()
+            process.communicate()
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in CASES}
 
 

@@ -25,7 +25,8 @@ def resolve_device(device: str | torch.device | None) -> Device:
     if device is None:
         return CudaDevice(None) if torch.cuda.is_available() else HostDevice()
     name = str(device)
-    if name in ("cpu", "host"):
+    on_cpu = isinstance(device, torch.device) and device.type == "cpu"  # "cpu:0" of a local rank
+    if on_cpu or name in ("cpu", "host"):
         return HostDevice()
     if name == "cuda" or name.startswith("cuda:"):
         if not torch.cuda.is_available():

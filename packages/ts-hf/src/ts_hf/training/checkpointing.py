@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import broadcast_object_list, wait_for_everyone
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -38,22 +42,24 @@ class CheckpointMixin:
         run_dir = Path(self._get_output_dir(trial=trial))
         target = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._remember_best(run_dir, target)
-        with atomic_directory(target) as aside:
+        with _directory_of_all(target, self.args) as aside:
             self.save_model(str(aside), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(aside))
                 self._save_scaler(str(aside))
                 self._save_rng_state(str(aside))
             self._collect_callback_state()
-            self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
+            if self.args.should_save:
+                self.state.save_to_json(str(aside / TRAINER_STATE_NAME))
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
-        rotate_checkpoints(
-            output_dir=str(run_dir),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=False,
-        )
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
 
     def _remember_best(self: Any, run_dir: Path, target: Path) -> None:
         best_step = self.state.best_global_step
@@ -88,6 +94,19 @@ class CheckpointMixin:
         self.before_save()
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """As transformers.Trainer's, into host memory also where there are several processes.
+
+        transformers would load the state to `args.device` then: more than the device may hold, and
+        not possible at all for the "cpu:0" of a local rank.
+        """
+        device = self.args.device
+        self.args.__dict__["_setup_devices"] = torch.device("cpu")
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        finally:
+            self.args.__dict__["_setup_devices"] = device
+
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers.Trainer's. Leftovers of a killed run are tidied up first.
 
@@ -100,11 +119,36 @@ class CheckpointMixin:
                 self.say(line)
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             resume_from_checkpoint = str(resume_from_checkpoint)
-            _check_complete(Path(resume_from_checkpoint), model_only=self.args.save_only_model)
+            _check_complete(Path(resume_from_checkpoint), self.args)
         self.forget_unfinished_step()
         result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self.before_save()  # the last micro-batch has not been looked at yet
         return result
+
+
+@contextmanager
+def _directory_of_all(target: Path, args: Any) -> Iterator[Path]:
+    """`atomic_directory` for every process of the run: all write, the first renames.
+
+    The folder must be one that all processes see. A process that fails leaves the others waiting
+    until the launcher ends them; the folder has not been renamed then.
+    """
+    if args.world_size == 1:
+        with atomic_directory(target) as aside:
+            yield aside
+        return
+    if args.process_index == 0:
+        with atomic_directory(target) as aside:
+            broadcast_object_list([str(aside)])
+            yield aside
+            wait_for_everyone()  # all have written
+        wait_for_everyone()
+        return
+    name: list[Any] = [None]
+    broadcast_object_list(name)
+    yield Path(name[0])
+    wait_for_everyone()
+    wait_for_everyone()  # it has its name
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
@@ -119,16 +163,27 @@ def last_checkpoint(output_dir: Path) -> Path | None:
     return max(complete)[1] if complete else None
 
 
-def _missing(folder: Path, *, model_only: bool = False) -> list[str]:
+def _missing(folder: Path, *, model_only: bool = False, processes: int = 1) -> list[str]:
     """Files that resuming exactly needs and that are not there."""
     wanted = [TRAINER_STATE_NAME]
     if not model_only:
-        wanted += [OPTIMIZER_NAME, SCHEDULER_NAME, _RNG_NAME]
+        wanted += [OPTIMIZER_NAME, SCHEDULER_NAME]
+        wanted += (
+            [_RNG_NAME] if processes == 1 else [f"rng_state_{n}.pth" for n in range(processes)]
+        )
     return [name for name in wanted if not (folder / name).is_file()]
 
 
-def _check_complete(folder: Path, *, model_only: bool) -> None:
-    missing = _missing(folder, model_only=model_only)
+def _check_complete(folder: Path, args: Any) -> None:
+    processes = args.world_size
+    missing = _missing(folder, model_only=args.save_only_model, processes=processes)
+    saved_by = len(list(folder.glob("rng_state_*.pth"))) or int((folder / _RNG_NAME).is_file())
+    if missing and all(name.startswith("rng_state") for name in missing) and saved_by:
+        raise DataError(
+            f"{folder} was saved by a run of {saved_by} processes and this one has {processes}, so "
+            f"its random state does not fit and the run would not go on as it was. Resume with "
+            f"{saved_by}, or start from its weights."
+        )
     if missing:
         raise DataError(
             f"{folder} is not a complete checkpoint: it has no {', '.join(missing)}. Give a "

@@ -125,7 +125,6 @@ def check_arguments(args: Any) -> None:
         "auto_find_batch_size=True": args.auto_find_batch_size,
         "bf16_full_eval=True": args.bf16_full_eval,
         "fp16_full_eval=True": args.fp16_full_eval,
-        "more than one process": args.world_size > 1,
     }
     for what, asked in not_built.items():
         if asked:

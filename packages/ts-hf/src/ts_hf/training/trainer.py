@@ -85,6 +85,10 @@ class TrainStreamTrainer(CheckpointMixin, EvaluationMixin, Trainer):  # type: ig
         self.args.logging_nan_inf_filter = False
         # The pager places the weights; accelerate is not to move the model, nor the optimizer.
         self.accelerator.device_placement = False
+        # With several processes the optimizer averages gradients: no DistributedDataParallel.
+        self.accelerator.prepare_model = functools.partial(
+            self.accelerator.prepare_model, evaluation_mode=True
+        )
         self.add_callback(_StepChecks(self))
 
     # -- wrapping --------------------------------------------------------------------------
