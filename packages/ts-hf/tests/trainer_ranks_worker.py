@@ -1,19 +1,17 @@
-"""One process of test_trainer_ranks: python trainer_ranks_worker.py TRAINER FOLDER BATCH [RESUME].
+"""One process of test_trainer_ranks: python trainer_ranks_worker.py FOLDER, as torchrun starts it.
 
-Started with the environment that torchrun sets; without it, it is a run in one process. Writes
-FOLDER/found.RANK.pt.
+Trains, resumes from the middle, and writes FOLDER/found.RANK.pt.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import ts_hf
@@ -46,15 +44,13 @@ def model(seed: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def main(trainer: str, folder: Path, batch: int, resume: bool) -> None:
-    torch.set_num_threads(1)
-    rank = int(os.environ.get("RANK", "0"))
-    several = "RANK" in os.environ
+def train(folder: Path, rank: int, processes: int, resume: bool = False) -> dict[str, Any]:
+    """Two rows a step over all processes; what the run ends with."""
     arguments = TrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=6,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
+        per_device_train_batch_size=2 // processes,
+        per_device_eval_batch_size=2 // processes,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
         adam_epsilon=1e-4,  # else Adam turns a rounding of a zero gradient into a whole step
@@ -66,29 +62,37 @@ def main(trainer: str, folder: Path, batch: int, resume: bool) -> None:
         save_steps=3,
         report_to=[],
         use_cpu=True,
-        ddp_backend="gloo" if several else None,
+        ddp_backend="gloo" if processes > 1 else None,
         disable_tqdm=True,
         log_level="error",
     )
-    # What each process starts with differs; that of the first counts.
-    options: dict[str, Any] = {"model": model(rank), "args": arguments}
-    options.update(train_dataset=rows(), eval_dataset=rows()[:8])
-    if trainer == "TrainStreamTrainer":
-        options["trainstream"] = {"loss_chunk_size": 7}
-        made: Any = ts_hf.TrainStreamTrainer(**options)
-    else:
-        made = transformers.Trainer(**options)
+    made: Any = ts_hf.TrainStreamTrainer(
+        model=model(rank),  # each process starts with others; those of the first count
+        args=arguments,
+        train_dataset=rows(),
+        eval_dataset=rows()[:8],
+        trainstream={"loss_chunk_size": 7},
+    )
     made.train(resume_from_checkpoint=str(folder / "run/checkpoint-3") if resume else None)
-    found = {
+    return {
         "history": made.state.log_history,
         "params": {name: p.detach().clone() for name, p in made.model.named_parameters()},
         "saved": sorted(path.name for path in (folder / "run").iterdir()),
     }
-    torch.save(found, folder / f"found.{rank}.pt")
-    if several:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = train(folder / "whole", rank, processes)
+    if rank == 0:
+        shutil.copytree(folder / "whole/run/checkpoint-3", folder / "again/run/checkpoint-3")
+    torch.distributed.barrier()
+    resumed = train(folder / "again", rank, processes, resume=True)
+    torch.save((found, resumed), folder / f"found.{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(json.loads(sys.argv[3])), len(sys.argv) > 4)
+    main(Path(sys.argv[1]))
