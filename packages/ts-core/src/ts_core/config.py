@@ -264,7 +264,6 @@ _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: v == "auto" or v is False or v == 0 or v == [] or v == (),
         "'auto' or False; the model's own gradient checkpointing works",
     ),
-    "attention": (_one_of("auto", None), "'auto' or None (torch's own order)"),
     "disk_offload": (_one_of(None), "None"),
     "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),

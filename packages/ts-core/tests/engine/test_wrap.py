@@ -89,7 +89,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
         ("activation_offload", 0.5),
         ("recompute", True),
         ("recompute", [1]),
-        ("attention", "flash"),
         ("disk_offload", "/tmp"),
         ("host_arena", 1 << 20),
         ("peer", 1 << 20),

@@ -49,6 +49,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
     report["optimizer"] = {} if session.optimizer is None else session.optimizer.stats()
     report["resident"] = session.device.pool.by_tag()
     report["params"] = _params(session)
+    if session.attention is not None:
+        report["attention"] = session.attention.report()
     if session.experts is not None:
         report["experts"] = session.experts.report()
     report["plan"] = {

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
+from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_decoded import StoredExperts
 from ts_core.engine.runner import BlockRunner, in_backward
@@ -86,6 +87,7 @@ class TrainStreamSession:
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
         self.patches: list[Any] = []
+        self.attention: AttentionChoice | None = None
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
@@ -179,6 +181,8 @@ class TrainStreamSession:
         """Remove every hook and give the device memory back."""
         if self.optimizer is not None:
             self.optimizer.detach()
+        if self.attention is not None:
+            self.attention.remove()
         for patch in reversed(self.patches):
             patch.undo()
         self.patches.clear()

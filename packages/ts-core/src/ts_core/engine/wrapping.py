@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
+from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.blocks import find_blocks
 from ts_core.engine.experts import (
     ExpertPaging,
@@ -169,6 +170,8 @@ def _start(
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
     session.hook_model(model)
+    session.attention = AttentionChoice(config.attention, device, log)
+    session.attention.install(model)
     session.watch_for_room()
     for line in _defaults_in_words(config):
         log(line)
@@ -322,7 +325,6 @@ def _defaults_in_words(config: WrapOptions) -> list[str]:
     for name in (
         "activation_offload",
         "recompute",
-        "attention",
         "cuda_graphs",
     ):
         if getattr(config, name) == "auto":

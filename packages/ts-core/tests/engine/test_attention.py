@@ -1,0 +1,240 @@
+"""The order of attention kernels: where it is changed, when it is not, and that it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ts_core import OffloadAdamW, memory_report, unwrap, wrap
+from ts_core.device import HostDevice, resolve_device
+from ts_core.engine import attention
+from ts_core.engine.attention import AttentionChoice, time_backends
+
+
+class SeparateHost(HostDevice):
+    separate_memory = True
+
+
+def order() -> list[int]:
+    return list(torch._C._get_sdp_priority_order())
+
+
+class Attends(nn.Module):
+    """Keeps the order that its attention calls saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.seen: list[list[int]] = []
+        self.fail = False
+
+    def forward(self, x: torch.Tensor, attention_mask: Any = None, position_ids: Any = None) -> Any:
+        parts = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        self.seen.append(order())
+        if self.fail:
+            raise ValueError("in the middle")
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=True)
+
+
+@pytest.fixture(autouse=True)
+def order_is_put_back() -> Iterator[None]:
+    before = order()
+    yield
+    assert order() == before
+
+
+def choice(asked: str | None, model: nn.Module, device: Any = None) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    made = AttentionChoice(asked, device or HostDevice(), said.append)
+    made.install(model)
+    return made, said
+
+
+def test_a_name_comes_first_and_the_order_is_put_back() -> None:
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(2, 12, 16)
+    usual = order()
+    made, _ = choice("math", model, SeparateHost())
+    model(x)
+    assert model.seen.pop()[0] == int(SDPBackend.MATH) and order() == usual
+    made.remove()
+    made, _ = choice("math", model)
+    found = model(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = Attends.forward(model, x)
+    assert torch.equal(found, wanted)
+    model.fail = True
+    with pytest.raises(ValueError, match="in the middle"):
+        model(x)
+    assert order() == usual
+    with made.again():
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    made.remove()
+    model.seen.clear()
+    model.fail = False
+    model(x)
+    assert model.seen == [usual]
+    assert made.report() == {"mode": "math", "backend": "math", "timings_ms": {}}
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_a_mask_or_positions_keep_torchs_order(name: str) -> None:
+    model, usual = Attends(), order()
+    made, _ = choice("math", model, SeparateHost())
+    value = None if name == "attention_mask" else torch.arange(12)
+    model(torch.randn(2, 12, 16), **{name: value})
+    assert (model.seen.pop() == usual) == (value is not None)
+    if name == "position_ids":
+        with made.again():  # what backward computes again follows the forward
+            assert order() == usual
+        with torch.no_grad():
+            model.eval()(torch.randn(2, 12, 16))
+        with made.again():  # an evaluation in between does not count
+            assert order() == usual
+    made.remove()
+
+
+def test_none_and_auto_without_a_gpu_change_nothing() -> None:
+    for asked in (None, "auto", "cudnn"):
+        model, usual = Attends(), order()
+        made, said = choice(asked, model)
+        model(torch.randn(2, 12, 16))
+        assert model.seen == [usual] and not model._forward_pre_hooks
+        assert bool(said) == (asked is not None)
+        made.remove()
+
+
+def test_deterministic_mode_is_read_at_every_forward() -> None:
+    model = Attends()
+    made, said = choice("cudnn", model, SeparateHost())
+    x = torch.randn(2, 12, 16)
+    model(x)
+    assert model.seen.pop()[0] == int(SDPBackend.CUDNN_ATTENTION)
+    try:
+        torch.use_deterministic_algorithms(True)
+        model(x)
+        model(x)
+        assert model.seen.pop()[0] == int(SDPBackend.FLASH_ATTENTION)
+        assert sum("cudnn is left out" in line for line in said) == 1
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert attention.not_deterministic() == {"cudnn", "efficient"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert attention.not_deterministic() == set()
+    made.remove()
+
+
+def test_auto_times_once_and_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    times = {"torch": 2.0, "flash": 1.9, "math": 1.0, "cudnn": 0.5}
+
+    def timed(query: torch.Tensor, key: torch.Tensor, options: Any, device: Any) -> Any:
+        shapes.append(tuple(query.shape))
+        assert options == {"is_causal": True}
+        return dict(times)
+
+    monkeypatch.setattr(attention, "time_backends", timed)
+    model = Attends()
+    made, said = choice("auto", model, SeparateHost())
+    x = torch.randn(2, 12, 16)
+    with torch.no_grad():
+        model.eval()(x)
+    assert not shapes  # an evaluation decides nothing
+    model.train()
+    model(x).sum().backward()
+    model(x)
+    assert shapes == [(2, 2, 12, 8)] and made.backend == "cudnn"
+    assert model.seen.pop()[0] == int(SDPBackend.CUDNN_ATTENTION)
+    assert made.report()["timings_ms"] == {"flash": 1.9, "math": 1.0, "cudnn": 0.5}
+    assert any("cudnn first" in line for line in said)
+    made.remove()
+
+    times.update(torch=0.1)
+    model = Attends()
+    made, said = choice("auto", model, SeparateHost())
+    model(x)
+    assert made.backend is None and "too little to matter" in said[-1]
+    made.remove()
+
+
+def test_timing_leaves_the_generators_and_the_values_alone() -> None:
+    query = torch.randn(2, 2, 12, 8, requires_grad=True)
+    before = torch.get_rng_state()
+    found = time_backends(query, query, {"is_causal": True}, HostDevice())
+    assert torch.equal(torch.get_rng_state(), before) and query.grad is None
+    assert {"torch", "math"} <= found.keys() and all(ms > 0 for ms in found.values())
+    assert "cudnn" not in found  # needs a GPU
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(Attends() for _ in range(3))
+        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        for layer in self.layers:
+            layer.qkv.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, out in zip(self.layers, self.out, strict=True):
+            x = x + out(layer(x).transpose(1, 2).flatten(2))
+        return x
+
+
+def test_wrapped_with_a_name_equals_the_kernel_chosen_by_hand() -> None:
+    x = torch.randn(2, 12, 16)
+    model, optimizer = wrap(Stack(), lr=1e-2, attention="math", param_offload=True, device="host")
+    reference = Stack()
+    theirs = OffloadAdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        with sdpa_kernel(SDPBackend.MATH):
+            reference(x).square().mean().backward()
+        theirs.step()
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    assert memory_report(model)["attention"]["backend"] == "math"
+    unwrap(model)
+    model(x)
+    assert torch.backends.cuda.flash_sdp_enabled() and not model._forward_pre_hooks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asked", ["auto", "cudnn", "efficient", "flash", "math"])
+def test_on_a_gpu(asked: str) -> None:
+    found, said = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Big().to("cuda", torch.bfloat16)
+        made = AttentionChoice(asked, resolve_device("cuda"), said.append)
+        made.install(model)
+        x = torch.randn(1, 2048, 2048, device="cuda", dtype=torch.bfloat16)
+        model(x).float().square().mean().backward()
+        found.append(model(x).float())
+        made.remove()
+    assert torch.isfinite(found[0]).all()
+    assert (found[0] - found[1]).abs().max() <= 0.05
+    if asked == "auto":
+        assert {"flash", "math"} <= made.timings_ms.keys() and said
+
+
+class Big(Attends):
+    """Heads as in a model of 7B, so that a call takes long enough to be worth timing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(2048, 3 * 2048)
+
+    def forward(self, x: torch.Tensor, attention_mask: Any = None, position_ids: Any = None) -> Any:
+        parts = self.qkv(x).unflatten(-1, (3, 16, 128)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
