@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ts_core.memory import ram
 from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
 
 MIB = 1 << 20
@@ -75,3 +76,27 @@ def test_an_unlimited_cgroup_is_no_limit(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.max": "max\n",
     }
     assert ram_limit_bytes(tree(tmp_path, files)) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "processes"),
+    [
+        ("LOCAL_WORLD_SIZE", "4", 4),
+        ("SLURM_NTASKS_PER_NODE", "2(x3)", 2),
+        ("LOCAL_WORLD_SIZE", "none", 1),
+        ("LOCAL_WORLD_SIZE", "0", 1),
+    ],
+)
+def test_processes_of_a_run_share_the_machine(
+    name: str, value: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram.psutil, "virtual_memory", lambda: Memory(1000, 800))
+    monkeypatch.setenv(name, value)
+    assert ram.local_processes() == processes
+    assert ram.ram_available_bytes(tmp_path) == 800 // processes
+    assert ram.ram_limit_bytes(tmp_path) == 1000  # what the machine has
+
+
+class Memory:
+    def __init__(self, total: int, available: int) -> None:
+        self.total, self.available = total, available

@@ -20,7 +20,12 @@ import torch
 
 from ts_core import _native
 from ts_core.errors import OptionError, OutOfBudgetError
-from ts_core.memory.ram import page_lock_limit_bytes, ram_available_bytes, ram_limit_bytes
+from ts_core.memory.ram import (
+    local_processes,
+    page_lock_limit_bytes,
+    ram_available_bytes,
+    ram_limit_bytes,
+)
 
 DEFAULT_SLAB_BYTES = 1 << 30
 # Share of RAM that may be page-locked when no cap is given. The planner's budgets are tighter; this
@@ -152,7 +157,7 @@ class PinnedArena:
     @property
     def cap(self) -> int:
         """The most bytes that will be page-locked."""
-        return self._cap or int(DEFAULT_CAP_FRACTION * ram_limit_bytes())
+        return self._cap or int(DEFAULT_CAP_FRACTION * ram_limit_bytes()) // local_processes()
 
     @property
     def slab(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,22 @@ def ram_limit_bytes(root: Path = Path("/")) -> int:
 
 
 def ram_available_bytes(root: Path = Path("/")) -> int:
-    """RAM that can still be taken without swapping, within the cgroup's limit too."""
+    """RAM that this process can still take without swapping, within the cgroup's limit too.
+
+    Processes of one run on one machine (see `local_processes`) count on equal shares.
+    """
     available = int(psutil.virtual_memory().available)
     left = [max(limit - used, 0) for limit, used in _cgroup_limits(root)]
-    return min([available, *left])
+    return min([available, *left]) // local_processes()
+
+
+def local_processes() -> int:
+    """Processes of this run on this machine (LOCAL_WORLD_SIZE, SLURM_NTASKS_PER_NODE); 1 alone."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        value = os.environ.get(name, "").partition("(")[0]
+        if value.isdigit() and int(value) > 0:
+            return int(value)
+    return 1
 
 
 def page_lock_limit_bytes() -> int | None:

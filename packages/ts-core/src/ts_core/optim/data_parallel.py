@@ -8,7 +8,6 @@ same norm and makes the same update, so parameters stay equal without being sent
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from ts_core import _native
 from ts_core.errors import NotAvailableError, OptionError, StateError
+from ts_core.memory.ram import local_processes
 from ts_core.optim.layout import is_sharded
 from ts_core.optim.options import StepOptions
 
@@ -163,12 +163,3 @@ def join(
         f"are averaged in host memory, {options.threads} host threads each"
     )
     return ranks
-
-
-def local_processes() -> int:
-    """Processes of this run on this machine (LOCAL_WORLD_SIZE, SLURM_NTASKS_PER_NODE); 1 alone."""
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = os.environ.get(name, "").partition("(")[0]
-        if value.isdigit() and int(value) > 0:
-            return int(value)
-    return 1
