@@ -18,7 +18,12 @@ from trainstream._lazy import load
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 # Where trainstream's own commands live, for the hint when one is not installed.
-USUAL_PACKAGE = {"bench": "ts-bench", "doctor": "ts-core", "finetune": "ts-hf"}
+USUAL_PACKAGE = {
+    "bench": "ts-bench",
+    "doctor": "ts-core",
+    "finetune": "ts-hf",
+    "report": "ts-bench",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ts_core.errors import OptionError
-from ts_hf.cli.config import DEMO, FinetuneConfig, differing_keys, make_config, read_yaml
+from ts_hf.cli.config import differing_keys, make_config, read_yaml, to_yaml
 from ts_hf.cli.finetune import command
+from ts_hf.cli.settings import DEMO, FinetuneConfig
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
@@ -33,7 +34,7 @@ def test_every_setting_is_a_flag_and_a_yaml_key(tmp_path: Path) -> None:
         default = item.default
         if isinstance(default, bool):
             changed[item.name] = not default
-        elif item.name in ("lora_dropout", "warmup"):
+        elif item.name in ("lora_dropout", "warmup", "held_out_share", "dpo_label_smoothing"):
             changed[item.name] = 0.25
         elif isinstance(default, int | float):
             changed[item.name] = default + 2
@@ -46,6 +47,8 @@ def test_every_setting_is_a_flag_and_a_yaml_key(tmp_path: Path) -> None:
                 "dtype": "float32",
                 "device": "cpu",
                 "block_limit": "3MiB",
+                "merge": "original",
+                "epochs": 1.5,
             }.get(item.name, "other")
     flags: list[str] = []
     for name, value in changed.items():
@@ -79,14 +82,23 @@ def test_flags_not_given_are_absent() -> None:
     ("name", "value", "words"),
     [
         ("seq_lenght", 3, "there is no setting 'seq_lenght'. Did you mean 'seq_length'?"),
-        ("learning_rate", 3, "there is no setting 'learning_rate'"),
+        ("learning_rate", 3, "there is no setting 'learning_rate'. It is called 'lr' here."),
+        ("warm-up", 3, "there is no setting 'warm-up'. Did you mean 'warmup'?"),
+        ("xyzzy", 3, "there is no setting 'xyzzy'."),
         ("steps", 0, "steps=0 is not accepted; expected an int >= 1"),
         ("steps", "many", "steps='many'"),
         ("steps", True, "steps=True"),
         ("lr", -1, "lr=-1"),
         ("lr", "fast", "lr='fast'"),
+        ("lr", float("nan"), "lr=nan"),
+        ("lr", float("inf"), "lr=inf"),
+        ("lr", "nan", "lr=nan"),
         ("warmup", 1.5, "warmup=1.5"),
-        ("method", "dora", "method='dora' is not accepted; expected 'lora' or 'full'"),
+        ("epochs", 0, "epochs=0"),
+        ("held_out_share", 0, "held_out_share=0.0 is not accepted; expected more than 0"),
+        ("method", "dora", "method='dora' is not accepted; expected 'lora', 'full' or 'dpo'"),
+        ("merge", "nf4", "merge='nf4' is not accepted"),
+        ("prompts", [""], "prompts=('',)"),
         ("block_limit", "lots", "block_limit='lots'"),
         ("block_limit", 0, "block_limit=0"),
         ("data", [], "data="),
@@ -104,6 +116,24 @@ def test_yaml_numbers_as_people_write_them() -> None:
     assert config.lr == 1e-3 and config.lora_alpha == 8.0 and config.data == ("stdlib",)
 
 
+def test_everything_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("steps: 3\nlr: fast\n\nseq_lenght: 5\n")
+    with pytest.raises(OptionError) as caught:
+        make_config((str(file), read_yaml(file)), ("command line", {"seed": -1}))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(f"{file}, line 2: lr='fast'")
+    assert lines[1].startswith(f"{file}, line 4: there is no setting 'seq_lenght'")
+    assert lines[2].startswith("command line: seed=-1")
+
+
+def test_settings_as_yaml_read_back_the_same(tmp_path: Path) -> None:
+    config = make_config(("demo", DEMO), ("yaml", {"epochs": 2, "prompts": ["a: b", "é"]}))
+    (tmp_path / "c.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert make_config(("c.yaml", read_yaml(tmp_path / "c.yaml"))) == config
+
+
 def test_yaml_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read"):
         read_yaml(tmp_path / "none.yaml")
@@ -113,6 +143,15 @@ def test_yaml_files_that_cannot_be_used(tmp_path: Path) -> None:
         read_yaml(file)
     file.write_text("- steps")
     with pytest.raises(OptionError, match="holds a list; expected settings"):
+        read_yaml(file)
+    file.write_text("steps: 3\nseed: 1\nsteps: 4\n")
+    with pytest.raises(OptionError, match="'steps' stands on line 1 and again on line 3"):
+        read_yaml(file)
+    file.write_bytes(b"data: caf\xe9")
+    with pytest.raises(OptionError, match="not UTF-8"):
+        read_yaml(file)
+    file.write_text("a: 2020-99-99")
+    with pytest.raises(OptionError, match="a value that YAML cannot read"):
         read_yaml(file)
     file.write_text("")
     assert read_yaml(file) == {}
@@ -126,7 +165,7 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
 
 def test_differing_keys() -> None:
     old = dataclasses.asdict(make_config(("demo", DEMO)))
-    assert differing_keys(old, {**old, "save_every": 99, "output": "elsewhere"}) == {}
+    assert differing_keys(old, {**old, "save_every": 99, "output": "x", "merge": "original"}) == {}
     assert differing_keys(old, {**old, "lr": 1.0}) == {"lr": (old["lr"], 1.0)}
 
 

@@ -1,4 +1,4 @@
-"""Text and JSON lines into rows, with a part held out."""
+"""Text and JSON lines into rows, with a part held out; what is wrong with data, by line."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from ts_core.errors import DataError
-from ts_hf.cli.data import (
-    IGNORED,
-    PadCollator,
-    prepare_rows,
-    read_documents,
-    split_documents,
-)
+from ts_hf.cli.records import Text
+from ts_hf.cli.rows import IGNORED, PadCollator, Rows, prepare_rows, split_sources
+from ts_hf.cli.sources import read_documents, split_documents
 
 
 class Letters:
@@ -24,17 +20,32 @@ class Letters:
 
     eos_token_id = 0
     pad_token_id = 0
+    is_fast = True
+    all_special_tokens = ("|",)
     chat_template = "made by hand"
 
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"input_ids": [ord(letter) for letter in text]}
+        if kwargs.get("return_offsets_mapping"):
+            found["offset_mapping"] = [(i, i + 1) for i in range(len(text))]
+        return found
 
-    def apply_chat_template(self, messages: Any, tokenize: bool) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        roles = [m["role"] for m in messages]
+        if "nobody" in roles:
+            raise ValueError("no such role")
+        text = "".join(f"<{m['role']}>{m['content'].strip()}|\n" for m in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
 
 
 def _text(row: dict[str, torch.Tensor]) -> str:
     return "".join(chr(token) for token in row["input_ids"])
+
+
+def _learned(row: dict[str, torch.Tensor]) -> str:
+    return "".join(chr(token) for token in row["labels"] if token != IGNORED)
 
 
 def _folder(tmp_path: Path, count: int, length: int = 100) -> Path:
@@ -46,10 +57,31 @@ def _folder(tmp_path: Path, count: int, length: int = 100) -> Path:
     return folder
 
 
-def _rows(sources: list[str], **changes: Any) -> Any:
-    options = {"seq_length": 10, "train_rows": 50, "eval_rows": 8, **changes}
-    held_out = options.pop("held_out", None)
-    return prepare_rows(sources, held_out, Letters(), **options)
+def _rows(sources: list[str], **changes: Any) -> tuple[Rows, Rows]:
+    options = {"train_rows": 50, "eval_rows": 8, "seq_length": 10, "held_out": None, **changes}
+    train, held = split_sources(sources, options["held_out"], 0.1)
+    length = options["seq_length"]
+    only = options.get("assistant_only", False)
+    tokenizer = options.get("tokenizer", Letters())
+    return (
+        prepare_rows(
+            train,
+            tokenizer,
+            seq_length=length,
+            wanted=options["train_rows"],
+            share=4 * length,
+            assistant_only=only,
+        ),
+        prepare_rows(
+            held,
+            tokenizer,
+            seq_length=length,
+            wanted=options["eval_rows"],
+            share=length,
+            assistant_only=only,
+            what="held out",
+        ),
+    )
 
 
 def test_documents_are_held_out_whole(tmp_path: Path) -> None:
@@ -61,6 +93,16 @@ def test_documents_are_held_out_whole(tmp_path: Path) -> None:
     assert letters and others and not letters & others
     for row in (*train.items, *held.items):
         assert torch.equal(row["input_ids"], row["labels"])
+    assert len(held.openings) == 8 and all(len(opening) == 5 for opening in held.openings)
+
+
+def test_share_to_hold_out() -> None:
+    documents = read_documents(["stdlib"])
+    for share in (0.05, 0.3):
+        train, held = split_documents(documents, share)
+        assert share * 0.7 < len(held) / len(documents) < share * 1.3
+        assert not {d.name for d in train} & {d.name for d in held}
+        assert len(train) + len(held) == len(documents)
 
 
 def test_rows_come_from_many_documents(tmp_path: Path) -> None:
@@ -102,7 +144,8 @@ def test_same_rows_every_time_and_fingerprint(tmp_path: Path) -> None:
     marks = []
     for content in (None, None, "changed " * 20):
         if content is not None:
-            (folder / "3.txt").write_text(content)
+            for file in folder.iterdir():
+                file.write_text(content)
         train, held = _rows([str(folder)], train_rows=10_000, eval_rows=10_000)
         marks.append((train.fingerprint(), held.fingerprint()))
     assert marks[0] == marks[1] != marks[2]
@@ -113,52 +156,171 @@ def test_standard_library() -> None:
     names = {document.name for document in documents}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any(name.startswith(("test/", "encodings/", "site-packages/")) for name in names)
-    train, held = split_documents(documents)
-    assert 0.05 < len(held) / len(documents) < 0.16
-    assert not {d.name for d in train} & {d.name for d in held}
+    with pytest.raises(DataError, match="'stdlib' is plain text"):
+        read_documents(["stdlib"], pairs=True)
+
+
+def _jsonl(file: Path, *records: Any) -> str:
+    lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return str(file)
+
+
+def _trained(tmp_path: Path, *records: Any, **changes: Any) -> Rows:
+    """Rows of the records, with other data held out."""
+    held = tmp_path / "held.jsonl"
+    _jsonl(held, {"messages": [{"role": "assistant", "content": "zzzz"}]})
+    changes = {"seq_length": 60, **changes}
+    source = _jsonl(tmp_path / "data.jsonl", *records)
+    return _rows([source], held_out=str(held), **changes)[0]
 
 
 def test_records(tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    records = [
-        {"text": "plain"},
+    train = _trained(
+        tmp_path,
+        {"text": "plain " * 20},
         {"prompt": "ab", "completion": "cde"},
         {"messages": [{"role": "user", "content": "hi"}]},
-        {"prompt": "longer than the row", "completion": "x"},
-    ]
-    file.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
-    documents = read_documents([str(file)])
-    assert [d.name for d in documents] == [f"data.jsonl:{n}" for n in (1, 2, 3, 4)]
-    held = tmp_path / "held.txt"
-    held.write_text("z" * 30)
-    train, _ = _rows([str(file)], held_out=str(held))
+        {
+            "prompt": [{"role": "user", "content": "q"}],
+            "completion": [{"role": "assistant", "content": "answer"}],
+        },
+    )
     by_text = {_text(row): row for row in train.items}
     # The prompt counts for nothing, the completion and the end do.
     row = by_text["abcde\0"]
     assert row["labels"].tolist() == [IGNORED, IGNORED, ord("c"), ord("d"), ord("e"), 0]
-    assert "<user>hi" in by_text
-    assert "longer than"[:10] not in by_text  # nothing of its completion is left in the row
+    assert _learned(by_text["<user>hi|\n"]) == "<user>hi|\n"
+    assert _learned(by_text["<user>q|\n<assistant>answer|\n"]) == "answer|\n"
+    assert any(text.startswith("plain") for text in by_text)
+
+
+def test_records_keep_the_characters_that_are_no_line_ends(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c\x0bd"
+    train = _trained(tmp_path, json.dumps({"prompt": "p", "completion": text}, ensure_ascii=False))
+    assert _text(train.items[0]) == f"p{text}\0"
+
+
+def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    (document,) = read_documents([str(tmp_path / "a.txt")])
+    assert document.record == Text("one\ntwo\n")
+
+
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": " first "},
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "second"},
+]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_only_what_the_assistant_says(
+    fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Letters, "is_fast", fast)
+    train = _trained(tmp_path, {"messages": CHAT}, assistant_only=True, seq_length=90)
+    (row,) = train.items
+    assert _learned(row) == "first|second|"
+    assert (
+        _text(row)
+        == "<system>s|\n<user>one?|\n<assistant>first|\n<user>first|\n<assistant>second|\n"
+    )
+    # A sample goes on where the last answer begins.
+    assert "".join(map(chr, train.openings[0])).endswith("<user>first|\n<assistant>")
+    everything = _trained(tmp_path, {"messages": CHAT}, seq_length=90)
+    assert torch.equal(everything.items[0]["labels"], row["input_ids"])
+    assert everything.openings == train.openings
+
+
+def test_only_the_assistant_with_a_template_that_changes_earlier_turns(tmp_path: Path) -> None:
+    """As templates of reasoning models do, which drop earlier thoughts."""
+
+    class Thinking(Letters):
+        def apply_chat_template(self, messages: Any, **kwargs: Any) -> str:
+            last = len(messages) - 1
+            parts = []
+            for index, message in enumerate(messages):
+                content = message["content"]
+                if message["role"] == "assistant":
+                    thought, _, answer = content.rpartition("#")
+                    content = f"[{thought}]{answer}" if index == last else answer
+                parts.append(f"<{message['role']}>{content}|\n")
+            return "".join(parts)
+
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "hm#yes"},
+        {"role": "user", "content": "v"},
+        {"role": "assistant", "content": "so#no"},
+    ]
+    train = _trained(
+        tmp_path, {"messages": messages}, assistant_only=True, tokenizer=Thinking(), seq_length=90
+    )
+    assert _text(train.items[0]) == "<user>u|\n<assistant>yes|\n<user>v|\n<assistant>[so]no|\n"
+    assert _learned(train.items[0]) == "yes|so]no|"
+
+
+def test_records_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
+    train = _trained(
+        tmp_path,
+        {"prompt": "longer than the row", "completion": "x"},
+        {"prompt": "a", "completion": "longer than the row"},
+        {"prompt": "a", "completion": "b"},
+        seq_length=10,
+    )
+    assert sorted(_text(row) for row in train.items) == ["ab\0", "alonger th"]
+    assert len(train.notes) == 2
+    assert train.notes[0].startswith("2 of 3 records are longer than seq_length=10 tokens")
+    assert train.notes[1].startswith("1 records are left out")
+
+
+def test_what_the_chat_template_refuses_is_named_by_line(tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "hi"}]}
+    bad = {"messages": [{"role": "nobody", "content": "hi"}]}
+    with pytest.raises(DataError, match=r"line 2: the model's chat template refuses it \(ValueE"):
+        _trained(tmp_path, good, bad)
+    with pytest.raises(DataError, match=r"line 1: assistant_only=true, but no turn"):
+        _trained(tmp_path, good, assistant_only=True)
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Letters, "chat_template", None)
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    with pytest.raises(DataError, match="no chat template"):
-        _rows([str(file)], held_out=str(file))
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: .*no chat template"):
+        _trained(tmp_path, {"messages": [{"role": "user", "content": "hi"}]})
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "a"', "line 2: not valid JSON"),
-        ("[1, 2]", "line 2: expected a JSON object, found a list"),
+        ('{"text": "a"', r"line 2: not valid JSON .*: '\{\"text\": \"a\"'"),
+        ("[1, 2]", r"line 2: expected a JSON object, found a list \(\[1, 2\]\)"),
+        ("[" * 100_000, "line 2: n"),
         ('{"txt": "a"}', r"line 2: expected 'text', 'messages'.*found the keys \['txt'\]"),
-        ('{"text": "  "}', "line 2: expected 'text' with a text that is not empty"),
-        ('{"text": 3}', "line 2: expected 'text'"),
-        ('{"messages": []}', "line 2: expected 'messages', a list"),
-        ('{"messages": [{"role": "user"}]}', "line 2: expected 'messages', a list"),
-        ('{"prompt": "a", "completion": ""}', "line 2: expected 'prompt' and 'completion'"),
+        ("{}", "line 2: expected 'text', .*found no keys"),
+        ('{"text": "  "}', r"line 2: 'text' is empty \('  '\)"),
+        ('{"text": 3}', r"line 2: 'text' is 3 \(a number\); expected a text"),
+        ('{"text": null}', r"line 2: 'text' is None \(null\)"),
+        ('{"text": true}', r"line 2: 'text' is True \(a boolean\)"),
+        ('{"text": "ab\\ud800c"}', r"line 2: text has half of a surrogate pair at character 2"),
+        ('{"messages": []}', r"line 2: 'messages' is \[\] \(a list\); expected a list of messages"),
+        ('{"messages": "hi"}', r"line 2: 'messages' is 'hi' \(a text\)"),
+        ('{"messages": ["hi"]}', r"line 2: messages\[0\] is 'hi' \(a text\); expected an object"),
+        ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\] has no 'content'; found the"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": 1, "content": "b"}]}',
+            r"line 2: messages\[1\]\['role'\] is 1 \(a number\)",
+        ),
+        ('{"messages": [{"role": "", "content": "a"}]}', r"line 2: messages\[0\]\['role'\] is emp"),
+        ('{"prompt": "a", "completion": ""}', "line 2: 'completion' is empty"),
+        ('{"prompt": 5, "completion": "a"}', r"line 2: 'prompt' is 5 .*or a list of messages"),
+        (
+            '{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}',
+            "line 2: 'prompt' is a text, 'completion' is a list of messages",
+        ),
+        ('{"prompt": "p", "chosen": "a", "rejected": "b"}', "line 2: .* are for method=dpo"),
     ],
 )
 def test_broken_records_are_named_by_line(line: str, words: str, tmp_path: Path) -> None:
@@ -167,21 +329,65 @@ def test_broken_records_are_named_by_line(line: str, words: str, tmp_path: Path)
     with pytest.raises(DataError, match=words) as caught:
         read_documents([str(file)])
     assert str(file) in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "a"}', r"method=dpo expects 'prompt', 'chosen' and 'rejected'; found the keys"),
+        ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "are the same"),
+        ('{"prompt": "p", "chosen": "a", "rejected": ""}', "'rejected' is empty"),
+        ('{"chosen": "a", "rejected": "b"}', "there is no 'prompt'"),
+        (
+            '{"chosen": [{"role": "user", "content": "a"}], '
+            '"rejected": [{"role": "user", "content": "b"}]}',
+            "share no message",
+        ),
+    ],
+)
+def test_broken_pairs_are_named_by_line(line: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n' + line + "\n")
+    with pytest.raises(DataError, match=f"line 2: .*{words}"):
+        read_documents([str(file)], pairs=True)
+
+
+def test_all_broken_records_are_listed_up_to_a_bound(tmp_path: Path) -> None:
+    first = _jsonl(tmp_path / "a.jsonl", *['{"text": "fine"}', '{"text": 1}'] * 15)
+    second = _jsonl(tmp_path / "b.jsonl", *['{"text": 2}'] * 15)
+    with pytest.raises(DataError) as caught:
+        read_documents([first, second])
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("data: 30 records cannot be used.")
+    assert len(lines) == 22 and lines[-1] == "  and 10 more"
+    assert [line for line in lines if "b.jsonl, line 5:" in line]
 
 
 def test_sources_that_are_not_usable(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file or folder '/no/such'"):
-        read_documents(["/no/such"])
+    with pytest.raises(DataError, match="no file or folder '/no/such', '/nor/this'"):
+        read_documents(["/no/such", "stdlib", "/nor/this"])
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "picture.png").write_bytes(b"\x89PNG")
     with pytest.raises(DataError, match="holds no text"):
         read_documents([str(tmp_path / "empty")])
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8 text \(byte 3"):
+    (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9")
+    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8 text \(byte 7, line 2: b'\\xe9'"):
         read_documents([str(tmp_path / "latin.txt")])
+    (tmp_path / "wide.jsonl").write_text('{"text": "a"}', encoding="utf-16")
+    with pytest.raises(DataError, match=r"wide\.jsonl .*begins as UTF-16 does\. .*iconv -f UTF-16"):
+        read_documents([str(tmp_path / "wide.jsonl")])
+    (tmp_path / "none.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"none\.jsonl is empty \(0 bytes\)"):
+        read_documents([str(tmp_path / "none.jsonl")])
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(DataError, match=r"blank\.txt holds only white space \(2 bytes\)"):
+        read_documents([str(tmp_path / "blank.txt")])
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(DataError, match="less than one row of 10"):
         _rows([str(tmp_path / "short.txt")])
+    with pytest.raises(DataError, match=r"short\.txt is plain text; method=dpo"):
+        read_documents([str(tmp_path / "short.txt")], pairs=True)
 
 
 def test_collator_pads_to_the_longest() -> None:

@@ -22,9 +22,9 @@ from transformers import TrainerCallback
 
 from ts_core.errors import DataError, OptionError, OutOfBudgetError, StateError
 from ts_hf.cli import run as run_module
-from ts_hf.cli.config import FinetuneConfig
 from ts_hf.cli.machine import pick_device, pick_dtype
 from ts_hf.cli.run import INTERRUPTED, run_finetune
+from ts_hf.cli.settings import FinetuneConfig
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
 
@@ -72,6 +72,7 @@ def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., Finetu
             "device": "cpu",
             "dtype": "float32",
             "lora_dropout": 0.1,
+            "sample_tokens": 3,
         }
         return FinetuneConfig(**{**values, **changes})
 
@@ -87,6 +88,15 @@ def _run(config: FinetuneConfig) -> tuple[int, str]:
 def _results(config: FinetuneConfig) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((Path(config.output) / "results.json").read_text())
     return found
+
+
+def _lines(config: FinetuneConfig) -> list[dict[str, Any]]:
+    text = (Path(config.output) / "history.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _steps(config: FinetuneConfig) -> list[int]:
+    return [line["step"] for line in _lines(config) if line["kind"] == "step"]
 
 
 def _adapter(config: FinetuneConfig) -> dict[str, torch.Tensor]:
@@ -109,14 +119,14 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None
     """at_step(n, action): run `action` at the beginning of step n of the next run."""
 
     def install(step: int, action: Callable[[], None]) -> None:
-        original = run_module._Run._trainer
+        original = run_module.make_trainer
 
-        def trainer(self: Any, *args: Any) -> Any:
-            made = original(self, *args)
+        def trainer(*args: Any) -> Any:
+            made = original(*args)
             made.add_callback(_At(step, action))
             return made
 
-        monkeypatch.setattr(run_module._Run, "_trainer", trainer)
+        monkeypatch.setattr(run_module, "make_trainer", trainer)
 
     return install
 
@@ -136,9 +146,30 @@ def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
     assert results["steps"] == 6 and results["tokens_per_second"] > 0
     output = Path(config.output)
     assert (output / "loss_and_memory.png").read_bytes()[:4] == b"\x89PNG"
-    history = [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+    lines = _lines(config)
+    history = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6]
     assert all(line["loss"] > 0 and line["rss_gb"] > 0 for line in history)
+    assert all(line["grad_norm"] > 0 and line["step_s"] > 0 for line in history)
+    assert all(line["tokens"] == 4 * 32 for line in history)
+    evals = [(line["step"], line["loss"]) for line in lines if line["kind"] == "eval"]
+    assert evals == [(0, loss["before"]), (6, loss["after"])]
+    (where,) = [line for line in lines if line["kind"] == "placement"]
+    places = [block["place"] for block in where["blocks"]]
+    assert [i for i, place in enumerate(places) if place == "streams"] == memory["paged_blocks"]
+    assert sum(block["bytes"] for block in where["blocks"]) == memory["block_bytes"]
+    assert {block["format"] for block in where["blocks"]} == {config.quantize}
+    samples = [line for line in lines if line["kind"] == "sample"]
+    assert [line["when"] for line in samples] == ["before"] * 2 + ["after"] * 2
+    assert samples[0]["prompt"] == samples[2]["prompt"] and samples[0]["text"]
+    assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [2, 4, 6]
+    assert [line["text"] for line in lines if line["kind"] == "event"] == results["events"]
+    assert (lines[0]["kind"], lines[-1]["kind"], lines[-1]["status"]) == (
+        "session",
+        "end",
+        "finished",
+    )
+    assert lines[0]["pid"] == os.getpid()
     assert sorted(p.name for p in (output / "checkpoints").iterdir()) == [
         "checkpoint-4",
         "checkpoint-6",
@@ -159,14 +190,13 @@ def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ts_hf.cli.data import prepare_rows
+    from ts_hf.cli.rows import prepare_rows, split_sources
 
     config = settings(quantize="none", block_limit=None)
     assert _run(config)[0] == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny_llm)
-    _, held_out = prepare_rows(
-        config.data, None, tokenizer, seq_length=32, train_rows=24, eval_rows=4
-    )
+    documents = split_sources(config.data, None, 0.1)[1]
+    held_out = prepare_rows(documents, tokenizer, seq_length=32, wanted=4, share=32)
     base = AutoModelForCausalLM.from_pretrained(tiny_llm, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, Path(config.output) / "adapter").eval()
     ids = torch.stack([row["input_ids"] for row in held_out.items])
@@ -193,8 +223,9 @@ def test_ctrl_c_then_the_same_command_again(
     assert _results(config)["held_out_loss"] == _results(whole)["held_out_loss"]
     wanted, found = _adapter(whole), _adapter(config)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-    lines = (Path(config.output) / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert _steps(config) == [1, 2, 3, 4, 5, 6]
+    kinds = [line["kind"] for line in _lines(config)]
+    assert kinds.count("session") == kinds.count("end") == 2
 
 
 def test_second_ctrl_c_stops_at_once(
@@ -217,7 +248,7 @@ import os, signal, sys, json
 import torch
 torch.set_num_threads(1)
 from ts_hf.cli import run as module
-from ts_hf.cli.config import FinetuneConfig
+from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.progress import ProgressCallback
 
 original = ProgressCallback.on_step_begin
@@ -247,6 +278,10 @@ def test_kill_9_then_the_same_command_again(settings: Callable[..., FinetuneConf
     assert _run(whole)[0] == 0
     wanted, found = _adapter(whole), _adapter(config)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert _steps(config) == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in _lines(config) if line["kind"] in ("step", "eval")] == [
+        line["loss"] for line in _lines(whole) if line["kind"] in ("step", "eval")
+    ]
 
 
 def test_killed_before_the_first_checkpoint(

@@ -1,163 +1,49 @@
-"""The settings of a fine-tune: one table for flags, YAML keys, defaults and checks."""
+"""Settings from flags and YAML files, checked; everything wrong is told at once."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ts_core.config import parse_bytes
 from ts_core.errors import OptionError
+from ts_hf.cli.settings import FREE_TO_CHANGE, FinetuneConfig
 
-
-def _setting(default: Any, help: str, check: Callable[[Any], bool], accepts: str) -> Any:
-    return field(default=default, metadata={"help": help, "check": check, "accepts": accepts})
-
-
-def _int(least: int) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= least
-
-
-def _number(low: float, high: float = float("inf")) -> Callable[[Any], bool]:
-    return lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and low <= v <= high
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda v: any(v == value and type(v) is type(value) for value in values)
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) > 0 and all(_text(item) for item in value)
-
-
-def _size(value: Any) -> bool:
-    try:
-        parse_bytes("size", value)
-    except OptionError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """One fine-tune. Every field is a flag (`--seq-length`) and a YAML key (`seq_length`)."""
-
-    model: str = _setting(
-        "smollm2-135m-instruct",
-        "folder or hub id of a safetensors checkpoint, or 'smollm2-135m-instruct' (the demo model)",
-        _text,
-        "a folder, a hub id or 'smollm2-135m-instruct'",
-    )
-    data: tuple[str, ...] = _setting(
-        ("stdlib",),
-        "text files, folders of them, .jsonl files, or 'stdlib' (Python's standard library)",
-        _texts,
-        "a list of paths, or 'stdlib'",
-    )
-    held_out: str | None = _setting(
-        None,
-        "file or folder to measure the held-out loss on; without it a tenth of the data",
-        lambda v: v is None or _text(v),
-        "a path",
-    )
-    output: str = _setting("finetune-run", "folder of the run", _text, "a folder")
-    method: str = _setting(
-        "lora",
-        "train adapters (lora) or every weight (full)",
-        _one_of("lora", "full"),
-        "'lora' or 'full'",
-    )
-    lora_rank: int = _setting(8, "rank of the adapters", _int(1), "an int >= 1")
-    lora_alpha: float = _setting(
-        16.0, "scale of the adapters (alpha / rank)", _number(0), "a number"
-    )
-    lora_dropout: float = _setting(0.0, "dropout in the adapters", _number(0, 1), "0 to 1")
-    lora_targets: tuple[str, ...] = _setting(
-        ("all-linear",),
-        "modules that get adapters, such as q_proj v_proj, or all-linear",
-        _texts,
-        "a list of module names, or 'all-linear'",
-    )
-    quantize: str = _setting(
-        "nf4",
-        "codec of the frozen weights, or 'none' (full always uses none)",
-        _text,
-        "'none', 'auto' or an installed codec",
-    )
-    block_limit: str | None = _setting(
-        None,
-        "most device memory that decoder-layer weights may take, e.g. 24MiB; the rest streams",
-        _size,
-        "bytes, or a text like '24MiB'",
-    )
-    seq_length: int = _setting(512, "tokens per row", _int(2), "an int >= 2")
-    batch_size: int = _setting(1, "rows per micro-batch", _int(1), "an int >= 1")
-    accumulation: int = _setting(1, "micro-batches per step", _int(1), "an int >= 1")
-    steps: int = _setting(100, "optimizer steps", _int(1), "an int >= 1")
-    lr: float = _setting(2e-4, "peak learning rate", _number(0), "a number >= 0")
-    warmup: float = _setting(0.05, "share of the steps that warm up", _number(0, 1), "0 to 1")
-    schedule: str = _setting(
-        "cosine",
-        "learning-rate schedule",
-        _one_of("cosine", "linear", "constant"),
-        "'cosine', 'linear' or 'constant'",
-    )
-    weight_decay: float = _setting(0.0, "decoupled weight decay", _number(0), "a number >= 0")
-    max_grad_norm: float = _setting(
-        1.0, "clip the gradient norm to this", _number(0), "a number >= 0"
-    )
-    gradient_checkpointing: bool = _setting(
-        False, "recompute activations in backward", _one_of(True, False), "true or false"
-    )
-    eval_rows: int = _setting(16, "rows the held-out loss is measured on", _int(1), "an int >= 1")
-    save_every: int = _setting(50, "steps between checkpoints", _int(1), "an int >= 1")
-    keep_checkpoints: int = _setting(2, "checkpoints to keep", _int(1), "an int >= 1")
-    seed: int = _setting(0, "seed of everything random", _int(0), "an int >= 0")
-    dtype: str = _setting(
-        "auto",
-        "dtype to compute in; auto takes the fastest of bf16 and fp32",
-        _one_of("auto", "bfloat16", "float32"),
-        "'auto', 'bfloat16' or 'float32'",
-    )
-    device: str = _setting(
-        "auto",
-        "auto takes the GPU if there is one",
-        _one_of("auto", "cuda", "cpu"),
-        "'auto', 'cuda' or 'cpu'",
-    )
-
-    @property
-    def block_limit_bytes(self) -> int | None:
-        """The block limit in bytes, or None."""
-        return parse_bytes("block_limit", self.block_limit)
-
-
-# What --demo changes among the defaults: small enough for three minutes on two CPU cores.
-DEMO: dict[str, Any] = {
-    "model": "smollm2-135m-instruct",
-    "data": ("stdlib",),
-    "output": "finetune-demo",
-    "quantize": "nf4",
-    "block_limit": "24MiB",
-    "seq_length": 256,
-    "batch_size": 4,
-    "steps": 12,
-    "lr": 2e-3,
-    "warmup": 0.0,
-    "eval_rows": 8,
-    "save_every": 4,
+# Names that other tools use for what is called something else here.
+_ALIASES = {
+    "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "max_seq_length": "seq_length",
+    "max_length": "seq_length",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulation",
+    "warmup_ratio": "warmup",
+    "output_dir": "output",
+    "model_name_or_path": "model",
+    "dataset": "data",
+    "train_file": "data",
+    "validation_file": "held_out",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "save_total_limit": "keep_checkpoints",
+    "r": "lora_rank",
+    "lora_r": "lora_rank",
+    "target_modules": "lora_targets",
+    "beta": "dpo_beta",
 }
 
-# A changed value of these does not make another run.
-FREE_TO_CHANGE = ("output", "save_every", "keep_checkpoints")
+
+class YamlSettings(dict[str, Any]):
+    """The settings of a YAML file, and the line that each stands on."""
+
+    def __init__(self, values: Mapping[str, Any], lines: Mapping[str, int]) -> None:
+        super().__init__(values)
+        self.lines = dict(lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -166,68 +52,103 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         flag = f"--{item.name.replace('_', '-')}"
         many = isinstance(item.default, tuple)
         shown = " ".join(item.default) if isinstance(item.default, tuple) else item.default
+        told = "" if shown in (None, "") else f" (default: {shown})"
         options: dict[str, Any] = {
             "dest": item.name,
             "default": argparse.SUPPRESS,
-            "help": f"{item.metadata['help']} (default: {shown})",
+            "help": f"{item.metadata['help']}{told}".replace("%", "%%"),
         }
         if isinstance(item.default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif many:
             parser.add_argument(flag, nargs="+", metavar="NAME", **options)
         else:
-            kind = type(item.default) if isinstance(item.default, (int, float)) else str
+            kind: Any = str
+            if isinstance(item.default, (int, float)):
+                kind = type(item.default)
+            elif "float" in str(item.type):
+                kind = float
             parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **options)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> YamlSettings:
     """The settings of a YAML file.
 
     Raises:
-        OptionError: it cannot be read, or is no mapping; names the line.
+        OptionError: it cannot be read, is no mapping, or has a key twice; names the line.
     """
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        node = yaml.compose(text, yaml.SafeLoader)
+        content = yaml.safe_load(text)
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise OptionError(f"{path} is not UTF-8 text: {error}.") from error
     except yaml.YAMLError as error:
         raise OptionError(f"{path} is not valid YAML: {error}") from error
+    except ValueError as error:  # such as a date that does not exist
+        raise OptionError(f"{path} has a value that YAML cannot read: {error}") from error
     if content is None:
-        return {}
-    if not isinstance(content, dict):
+        return YamlSettings({}, {})
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise OptionError(
             f"{path} holds a {type(content).__name__}; expected settings such as 'steps: 100'."
         )
-    return content
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines:
+            raise OptionError(
+                f"{path}: {name!r} stands on line {lines[name]} and again on line {line}. "
+                f"Keep one of them."
+            )
+        lines[name] = line
+    return YamlSettings({str(name): value for name, value in content.items()}, lines)
 
 
 def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
     """Settings from layers (where they come from, values); later layers win.
 
     Raises:
-        OptionError: an unknown setting (with the nearest valid name) or a value not accepted.
+        OptionError: unknown settings (with the nearest valid name), values not accepted; all of
+            them, each with where it comes from.
     """
     known = {item.name: item for item in dataclasses.fields(FinetuneConfig)}
     values: dict[str, Any] = {}
+    wrong: list[str] = []
     for origin, layer in layers:
+        lines = layer.lines if isinstance(layer, YamlSettings) else {}
         for name, value in layer.items():
+            place = f"{origin}, line {lines[name]}" if name in lines else origin
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise OptionError(f"{origin}: there is no setting {name!r}.{hint}")
+                wrong.append(f"{place}: there is no setting {name!r}.{_hint(str(name))}")
+                continue
             item = known[name]
-            value = _coerce(item.default, value)
+            value = _coerce(item.default, str(item.type), value)
             if not item.metadata["check"](value):
-                raise OptionError(
-                    f"{origin}: {name}={value!r} is not accepted; expected "
+                wrong.append(
+                    f"{place}: {name}={value!r} is not accepted; expected "
                     f"{item.metadata['accepts']}."
                 )
             values[name] = value
+    if wrong:
+        raise OptionError("\n".join(wrong))
     return FinetuneConfig(**values)
+
+
+def to_yaml(config: FinetuneConfig) -> str:
+    """All settings as YAML that reads back the same."""
+    import yaml
+
+    values = dataclasses.asdict(config)
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
+    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
+    return text
 
 
 def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -238,12 +159,23 @@ def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _coerce(default: Any, value: Any) -> Any:
+def _hint(name: str) -> str:
+    """The setting that was probably meant, in words."""
+    plain = name.strip().lower().replace("-", "_")
+    if plain in _ALIASES:
+        return f" It is called {_ALIASES[plain]!r} here."
+    names = [item.name for item in dataclasses.fields(FinetuneConfig)]
+    near = difflib.get_close_matches(plain, names, n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _coerce(default: Any, annotation: str, value: Any) -> Any:
     if isinstance(default, tuple):
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+    number = isinstance(default, float) or "float" in annotation
+    if number and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(default, float) and isinstance(value, str):
+    if number and isinstance(value, str):
         try:  # YAML reads 1e-3 as a text
             return float(value)
         except ValueError:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ts_core.errors import OptionError
-from ts_hf.cli.config import DEMO, add_flags, make_config, read_yaml
+from ts_hf.cli.config import add_flags, make_config, read_yaml
+from ts_hf.cli.settings import DEMO
 
 
 class FinetuneCommand:

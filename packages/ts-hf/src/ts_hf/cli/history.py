@@ -1,10 +1,30 @@
-"""What a run recorded, step by step: one JSON line each, so that a killed run keeps its past."""
+"""What a run recorded: one JSON line per happening, so that a killed run keeps its past.
+
+The format is part of the interface (docs/finetune.md, "The run folder"): `trainstream report` and
+anyone's own scripts read it, also while the run goes on. Each line has `kind`, `step` (optimizer
+steps done) and `time` (seconds since 1970); the kinds and their other keys:
+
+- session: a process began or went on; pid, process_started, host, versions.
+- step: loss, grad_norm, lr, step_s, tokens, tokens_per_second, rss_gb, and the Trainer's ts_*.
+- eval: loss, seconds, rows; for DPO also accuracy and margin.
+- placement: where each block of the model lives (`ts_hf.cli.placement`).
+- event: text, a decision in plain words.
+- sample: when ("before" or "after"), prompt, text.
+- checkpoint: path.
+- end: status ("finished", "interrupted" or "failed"), reason.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# Work that is done again when a run goes on from an earlier checkpoint.
+_REPEATED = ("step", "eval", "sample", "checkpoint")
 
 
 class History:
@@ -12,7 +32,7 @@ class History:
 
     Args:
         file: JSON lines; made on the first `add`.
-        upto_step: on resume, the checkpoint's step: later lines are dropped, since those steps
+        upto_step: on resume, the checkpoint's step: what was done after it is dropped, since it
             will be done again.
     """
 
@@ -20,24 +40,38 @@ class History:
         self.file = file
         self.lines: list[dict[str, Any]] = []
         if file.is_file():
-            for text in file.read_text(encoding="utf-8").splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:  # the last line of a killed run, half written
-                    continue
-                if line.get("step", 0) <= upto_step:
+            for line in read_lines(file):
+                if line.get("step", 0) <= upto_step or line.get("kind") not in _REPEATED:
                     self.lines.append(line)
             content = "".join(json.dumps(line) + "\n" for line in self.lines)
-            file.write_text(content, encoding="utf-8")
+            temporary = file.with_name(f".{file.name}.partial")
+            temporary.write_text(content, encoding="utf-8")
+            os.replace(temporary, file)
 
-    def add(self, **values: Any) -> None:
+    def add(self, kind: str, step: int, **values: Any) -> None:
         """Append a line."""
-        self.lines.append(values)
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self.lines.append(line)
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(values) + "\n")
+            stream.write(json.dumps(line) + "\n")
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(steps, values) of the lines that have `name`."""
-        found = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind."""
+        return [line for line in self.lines if line.get("kind") == kind]
+
+    def series(self, name: str, kind: str = "step") -> tuple[list[float], list[float]]:
+        """(steps, values) of the lines of `kind` that have `name`."""
+        found = [(line["step"], line[name]) for line in self.of(kind) if line.get(name) is not None]
         return [step for step, _ in found], [value for _, value in found]
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a history; the last one of a killed run, half written, is left out."""
+    for text in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            yield line

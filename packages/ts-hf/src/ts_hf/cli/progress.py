@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from ts_hf.cli.history import History
+from ts_hf.cli.placement import placement
 
 
 class Interruption:
@@ -48,11 +49,14 @@ class Interruption:
 class ProgressCallback(TrainerCallback):  # type: ignore[misc]
     """Shows loss and speed, records the history, and stops when asked to.
 
+    A step is timed from its first micro-batch until its loss has been read, which waits for the
+    device; evaluating and saving are not part of it.
+
     Args:
         console: where to print; without a terminal a line is printed now and then instead.
-        history: gets a line per step: loss, memory, speed.
+        history: gets a line per step, event, checkpoint and change of placement.
         interruption: checked after each step.
-        tokens_per_step: for the speed.
+        take_tokens: tokens (without padding) since it was last called.
     """
 
     def __init__(
@@ -60,20 +64,26 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         console: Console,
         history: History,
         interruption: Interruption,
-        tokens_per_step: int,
+        take_tokens: Callable[[], int],
     ) -> None:
         self._console = console
         self._history = history
         self._interruption = interruption
-        self._tokens = tokens_per_step
+        self._take_tokens = take_tokens
         self._process = psutil.Process()
         self._progress: Progress | None = None
-        self._last = 0.0
+        self._began = 0.0
+        self._events_told = 0
+        self._placement: dict[str, Any] = {}
+        self._note = ""
         self.seconds = 0.0  # spent in steps, in this session
-        self.steps = 0
+        self.tokens = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._take_tokens()
+        self.look(model, state.global_step)
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]training"),
@@ -88,35 +98,85 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
             )
             self._progress.start()
 
+    def look(self, model: Any, step: int) -> None:
+        """Record what the session has decided since the last look."""
+        session = getattr(model, "_trainstream_session", None)
+        if session is None:
+            return
+        events = list(session.events)
+        for text in events[self._events_told :]:
+            self._history.add("event", step, text=text)
+        if len(events) > self._events_told or not self._placement:
+            found = placement(model)
+            if found != self._placement:
+                self._placement = found
+                self._history.add("placement", step, **found)
+        self._events_told = len(events)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
+        self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds += time.perf_counter() - self._last
-        self.steps += 1
         if self._interruption.asked:
             control.should_save = True
             control.should_training_stop = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if not logs or "loss" not in logs:
             return
-        speed = self._tokens * self.steps / max(self.seconds, 1e-9)
-        memory = {name: value for name, value in logs.items() if name.startswith("ts_")}
+        seconds = time.perf_counter() - self._began
+        tokens = self._take_tokens()
+        self.seconds += seconds
+        self.tokens += tokens
+        speed = tokens / max(seconds, 1e-9)
+        extra = {
+            name: value
+            for name, value in logs.items()
+            if name.startswith(("ts_", "reward_")) and value is not None
+        }
         self._history.add(
-            step=state.global_step,
+            "step",
+            state.global_step,
             loss=logs["loss"],
             grad_norm=logs.get("grad_norm"),
             lr=logs.get("learning_rate"),
+            step_s=seconds,
+            tokens=tokens,
             tokens_per_second=speed,
             rss_gb=self._process.memory_info().rss / 1e9,
-            **memory,
+            **extra,
         )
-        note = f"loss {logs['loss']:.3f}  {speed:,.0f} tokens/s"
+        self.look(model, state.global_step)
+        self._note = f"loss {logs['loss']:.3f}  {self.tokens / self.seconds:,.0f} tokens/s"
+        if logs.get("grad_norm") is not None:
+            self._note = f"{self._note}  gradient {logs['grad_norm']:.2f}"
         if self._progress is not None:
-            self._progress.update(self._task, completed=state.global_step, note=note)
+            self._progress.update(self._task, completed=state.global_step, note=self._note)
         elif state.global_step % max(1, state.max_steps // 10) == 0:
-            self._console.print(f"step {state.global_step}/{state.max_steps}  {note}")
+            self._console.print(f"step {state.global_step}/{state.max_steps}  {self._note}")
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        found = {
+            name.removeprefix("eval_"): value
+            for name, value in (metrics or {}).items()
+            if name.startswith(("eval_loss", "eval_reward_"))
+        }
+        seconds = (metrics or {}).get("eval_runtime")
+        self._history.add("eval", state.global_step, seconds=seconds, **found)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = f"{args.output_dir}/checkpoint-{state.global_step}"
+        self._history.add("checkpoint", state.global_step, path=path)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -82,7 +81,7 @@ def _memory_table(memory: dict[str, Any], block_count: int) -> Table:
     return table
 
 
-def plot_run(history: History, held_out: dict[str, float], steps: int, file: Path) -> None:
+def plot_run(history: History, file: Path) -> None:
     """Loss and memory over the steps, as a PNG."""
     import matplotlib
 
@@ -92,24 +91,17 @@ def plot_run(history: History, held_out: dict[str, float], steps: int, file: Pat
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     top.plot(*history.series("loss"), color="tab:blue", marker=".", label="training")
-    points = [(0, held_out.get("before")), (steps, held_out.get("after"))]
-    shown = [(step, value) for step, value in points if value is not None]
-    if shown:
-        top.plot(
-            [step for step, _ in shown],
-            [value for _, value in shown],
-            "--o",
-            color="tab:red",
-            label="held out",
-        )
-        for step, value in shown:
-            place = (8, 6) if step == 0 else (-8, -14)
+    steps, values = history.series("loss", kind="eval")
+    if steps:
+        top.plot(steps, values, "--o", color="tab:red", label="held out")
+        for index in {0, len(steps) - 1}:
+            first = index == 0
             top.annotate(
-                f"{value:.3f}",
-                (step, value),
+                f"{values[index]:.3f}",
+                (steps[index], values[index]),
                 textcoords="offset points",
-                xytext=place,
-                ha="left" if step == 0 else "right",
+                xytext=(8, 6) if first else (-8, -14),
+                ha="left" if first else "right",
                 color="tab:red",
             )
     top.set_ylabel("loss (nats per token)")
@@ -133,11 +125,4 @@ def plot_run(history: History, held_out: dict[str, float], steps: int, file: Pat
     bottom.grid(alpha=0.3, which="both")
     temporary = file.with_name(f".{file.name}.partial")
     figure.savefig(temporary, dpi=130, format="png")
-    os.replace(temporary, file)
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write `content` so that `file` is always a whole one."""
-    temporary = file.with_name(f".{file.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, file)

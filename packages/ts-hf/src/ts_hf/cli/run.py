@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import gc
+import importlib.metadata
+import math
+import os
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import DataError, NotAvailableError, OptionError, StateError
-from ts_hf.adapters import save_adapter
-from ts_hf.checkpoints.atomic import atomic_directory, clean_leftovers
-from ts_hf.checkpoints.locate import resolve_folder
-from ts_hf.cli.config import FinetuneConfig, differing_keys
-from ts_hf.cli.data import PadCollator, Rows, check_sources, prepare_rows
+from ts_core.errors import DataError, OptionError, StateError
+from ts_hf.cli.finish import check_merge, merge_trained, save_trained, write_page
+from ts_hf.cli.folder import RunFolder, write_json
 from ts_hf.cli.history import History
-from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, streaming_options
+from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype
+from ts_hf.cli.model import load_for_training, load_tokenizer, model_folder
 from ts_hf.cli.progress import Interruption, ProgressCallback
-from ts_hf.cli.report import memory_by_tier, plot_run, print_report, write_json
-from ts_hf.demo_model import NAME as DEMO_MODEL
-from ts_hf.demo_model import demo_model_folder
+from ts_hf.cli.report import memory_by_tier, plot_run, print_report
+from ts_hf.cli.rows import PadCollator, Rows, prepare_rows, split_sources
+from ts_hf.cli.samples import generate, prompt_tokens
+from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.sources import Document, check_sources
+from ts_hf.cli.trainers import make_trainer, training_arguments
 from ts_hf.families import find_decoder_layers
-from ts_hf.loading import load_model
 from ts_hf.sizes import format_bytes
 from ts_hf.training.checkpointing import last_checkpoint
 
 INTERRUPTED = 130
+_PACKAGES = ("torch", "transformers", "peft", "ts-core", "ts-hf", "ts-quant", "ts-kernels")
 
 
 def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
     """Fine-tune as `config` says; continues a run that was interrupted in the same output folder.
 
-    Leaves in the output folder: adapter/ (or model/), loss_and_memory.png, results.json,
-    history.jsonl, run.json, run.lock and checkpoints/.
+    Leaves in the output folder what docs/finetune.md lists ("The run folder").
 
     Returns:
         0 when finished, 130 when interrupted.
@@ -47,7 +52,10 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
         DataError, OutOfBudgetError, NonFiniteError: as the parts say.
     """
     output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"output={config.output!r} cannot be made: {error.strerror}.") from error
     try:
         with FileLock(output / "run.lock", timeout=0):
             return _Run(config, console or Console()).run()
@@ -57,162 +65,127 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
         ) from error
 
 
-def _loss_chunk(vocabulary: int) -> int:
-    """Rows of logits at a time: about 64 MiB of them in fp32, at most 1024."""
-    rows = (64 << 20) // (4 * vocabulary)
-    return max(16, min(1024, 1 << max(0, rows.bit_length() - 1)))
-
-
-def _check_lengths(seq_length: int, model_config: Any) -> None:
-    most = getattr(model_config, "max_position_embeddings", None)
-    if most is not None and seq_length > most:
-        raise OptionError(
-            f"seq_length={seq_length} is more than the model's {most} positions. Use at most that."
-        )
-
-
 class _Run:
     def __init__(self, config: FinetuneConfig, console: Console) -> None:
         self.config = config
         self.console = console
-        self.output = Path(config.output)
-        self.checkpoints = self.output / "checkpoints"
-        self.notes: dict[str, Any] = {}
+        self.history: History | None = None
+        check_merge(config)
+        self.folder = RunFolder(config)
+        self.notes = self.folder.notes
 
     def run(self) -> int:
-        self._claim_folder()
-        if (self.output / "results.json").is_file():
-            self.console.print(
-                f"{self.output} holds a finished run (results.json). Choose another output to "
-                f"train again."
-            )
-            return 0
+        for line in self.folder.leftovers:
+            self.console.print(line)
+        given = self.config.held_out
         self.device = pick_device(self.config.device)
         self.notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
-        given = self.config.held_out
+        if self.folder.results.is_file():
+            if self._to_merge():
+                self._merge()
+            else:
+                self.console.print(
+                    f"{self.folder.path} holds a finished run (results.json). Choose another "
+                    f"output to train again."
+                )
+            return 0
         check_sources([*self.config.data, *([] if given is None else [given])])
-        torch.manual_seed(self.config.seed)
-        model, tokenizer = self._load()
-        train, held_out = self._rows(model, tokenizer)
         interruption = Interruption(self.console)
         try:
             with interruption.watch():
-                return self._train(model, tokenizer, train, held_out, interruption)
+                status = self._prepare_and_train(interruption)
         except KeyboardInterrupt:
-            return self._interrupted()
+            status = self._interrupted()
+        except BaseException as error:
+            self._end("failed", f"{type(error).__name__}: {error}")
+            raise
+        if status == 0:
+            if self._to_merge():
+                self._merge()
+            write_page(self.folder.path, self.console)
+        return status
 
-    # -- set-up ----------------------------------------------------------------------------
-
-    def _claim_folder(self) -> None:
-        """Read what an earlier run left here, or begin a new one."""
-        file = self.output / "run.json"
-        mine = json.loads(json.dumps(dataclasses.asdict(self.config)))
-        if file.is_file():
-            try:
-                self.notes = json.loads(file.read_text(encoding="utf-8"))
-                earlier = self.notes["config"]
-            except (ValueError, KeyError) as error:
-                raise DataError(f"{file} is damaged: {error!r}. Use another output.") from error
-            different = differing_keys(earlier, mine)
-            if different:
-                listed = ", ".join(f"{k}: {a!r} -> {b!r}" for k, (a, b) in different.items())
-                raise OptionError(
-                    f"{self.output} holds a run with other settings ({listed}). Use the same "
-                    f"settings to continue it, or another output for a new run."
-                )
-            for line in clean_leftovers(self.output):
-                self.console.print(line)
-        self.notes["config"] = mine
-
-    def _keep_notes(self, **values: Any) -> None:
-        self.notes.update(values)
-        self.output.mkdir(parents=True, exist_ok=True)
-        write_json(self.output / "run.json", self.notes)
-
-    def _load(self) -> tuple[Any, Any]:
-        from transformers import AutoTokenizer
-
+    def _prepare_and_train(self, interruption: Interruption) -> int:
         config = self.config
+        documents = split_sources(config.data, config.held_out, config.held_out_share)
+        folder = model_folder(config)
+        tokenizer = load_tokenizer(config, folder)
+        torch.manual_seed(config.seed)
         started = time.perf_counter()
-        if config.model == DEMO_MODEL:
-            folder = demo_model_folder()
-        else:
-            folder = resolve_folder(config.model, weights=True)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"{folder} has no tokenizer that transformers can load: {error}"
-            ) from error
-        model = load_model(
-            folder,
-            quantize="none" if config.method == "full" else config.quantize,
-            dtype=DTYPES[self.notes["dtype"]],
-        )
-        if config.method == "lora":
-            model = self._add_lora(model)
-        if config.gradient_checkpointing:
-            model.enable_input_require_grads()
+        model = load_for_training(config, folder, DTYPES[self.notes["dtype"]])
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        report = model.get_base_model() if config.method == "lora" else model
+        inner = model if config.method == "full" else model.get_base_model()
         self.console.print(
-            f"{config.model}: {report.trainstream_load.summary()}; {trained:,} trained values; "
+            f"{config.model}: {inner.trainstream_load.summary()}; {trained:,} trained values; "
             f"ready after {time.perf_counter() - started:.1f} s"
         )
-        return model, tokenizer
+        self.folder.keep(
+            model={
+                "class": type(inner).__name__,
+                "parameters": sum(p.numel() for p in inner.parameters()),
+                "trained": trained,
+            },
+            device=self.device,
+        )
+        train, held_out = self._rows(documents, tokenizer, inner.config)
+        return self._train(model, tokenizer, train, held_out, interruption)
 
-    def _add_lora(self, model: Any) -> Any:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise NotAvailableError(
-                "method='lora' needs the peft package: pip install 'ts-hf[lora]'"
-            ) from error
+    def _rows(
+        self,
+        documents: tuple[list[Document], list[Document]],
+        tokenizer: Any,
+        model_config: Any,
+    ) -> tuple[Rows, Rows]:
         config = self.config
-        targets: Any = list(config.lora_targets)
-        if targets == ["all-linear"]:
-            targets = "all-linear"
-        try:
-            return get_peft_model(
-                model,
-                LoraConfig(
-                    r=config.lora_rank,
-                    lora_alpha=config.lora_alpha,
-                    lora_dropout=config.lora_dropout,
-                    target_modules=targets,
-                    task_type="CAUSAL_LM",
-                ),
-                autocast_adapter_dtype=False,  # the optimizer keeps an fp32 master copy of bf16
+        most = getattr(model_config, "max_position_embeddings", None)
+        if most is not None and config.seq_length > most:
+            raise OptionError(
+                f"seq_length={config.seq_length} is more than the model's {most} positions. Use "
+                f"at most that."
             )
-        except ValueError as error:
-            raise OptionError(f"lora_targets={targets!r}: {error}") from error
-
-    def _rows(self, model: Any, tokenizer: Any) -> tuple[Rows, Rows]:
-        config = self.config
-        _check_lengths(config.seq_length, model.config)
-        train, held_out = prepare_rows(
-            config.data,
-            config.held_out,
+        train = prepare_rows(
+            documents[0],
             tokenizer,
             seq_length=config.seq_length,
-            train_rows=config.steps * config.batch_size * config.accumulation,
-            eval_rows=config.eval_rows,
+            wanted=_rows_wanted(config),
+            share=4 * config.seq_length,
+            assistant_only=config.assistant_only,
+        )
+        held_out = prepare_rows(
+            documents[1],
+            tokenizer,
+            seq_length=config.seq_length,
+            wanted=config.eval_rows,
+            share=config.seq_length,
+            assistant_only=config.assistant_only,
+            what="held out",
         )
         highest = max(train.highest_token(), held_out.highest_token())
-        if highest >= model.config.vocab_size:
+        if highest >= model_config.vocab_size:
             raise DataError(
                 f"the tokenizer gives token {highest}, but the model knows "
-                f"{model.config.vocab_size} tokens. Tokenizer and model do not belong together."
+                f"{model_config.vocab_size} tokens. Tokenizer and model do not belong together."
             )
         mark = f"{train.fingerprint()}-{held_out.fingerprint()}"
         if self.notes.setdefault("data", mark) != mark:
             raise OptionError(
-                f"the data of the run in {self.output} has changed since it began. Restore it to "
-                f"continue, or use another output for a new run."
+                f"the data of the run in {self.folder.path} has changed since it began. Restore "
+                f"it to continue, or use another output for a new run."
             )
         self.console.print(
             f"data: {len(train)} rows to train on ({train.tokens:,} tokens), {len(held_out)} held "
             f"out ({held_out.tokens:,} tokens)"
+        )
+        for note in train.notes:
+            self.console.print(f"data: {note}")
+        self.folder.keep(
+            rows={
+                "train": len(train),
+                "train_tokens": train.tokens,
+                "held_out": len(held_out),
+                "held_out_tokens": held_out.tokens,
+                "notes": list(train.notes),
+            }
         )
         return train, held_out
 
@@ -229,25 +202,30 @@ class _Run:
         from transformers import set_seed
 
         config = self.config
-        checkpoint = last_checkpoint(self.checkpoints)
+        steps = planned_steps(config, len(train))
+        checkpoint = last_checkpoint(self.folder.checkpoints)
         done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-        history = History(self.output / "history.jsonl", upto_step=done)
-        progress = ProgressCallback(
-            self.console,
-            history,
-            interruption,
-            tokens_per_step=config.seq_length * config.batch_size * config.accumulation,
-        )
-        trainer = self._trainer(model, tokenizer, train, held_out, progress)
+        history = History(self.folder.history, upto_step=done)
+        self.history = history
+        history.add("session", done, **_session())
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        arguments = training_arguments(config, self.folder.checkpoints, self.device, steps)
+        trainer = make_trainer(config, model, arguments, train, held_out, PadCollator(pad))
+        progress = ProgressCallback(self.console, history, interruption, trainer.take_tokens)
+        trainer.add_callback(progress)
+        self.folder.keep(steps=steps)
         if checkpoint is not None:
             self.console.print(f"continuing after step {done}, from {checkpoint}")
+        prompts = prompt_tokens(tokenizer, config.prompts, held_out.openings, config.samples)
         if "held_out_before" not in self.notes:
-            before = self._held_out_loss(trainer, "before")
-            self._keep_notes(held_out_before=before)
-        else:
-            self._keep_notes()
-        if done >= config.steps:
+            before = self._measure(trainer, progress, "before", 0)
+            if not _has_samples(history, "before"):
+                self._samples(trainer, tokenizer, prompts, "before", 0)
+            self.folder.keep(held_out_before=before)
+        if done >= steps:
             trainer._load_from_checkpoint(str(checkpoint))
+            trainer.create_optimizer()  # wraps the model
+            trainer.state.global_step = done
         else:
             # From here the numbers do not depend on what ran before, so that a run killed before
             # its first checkpoint repeats itself; a checkpoint brings its own random state.
@@ -258,71 +236,52 @@ class _Run:
                 )
             finally:
                 progress.close()
-            if trainer.state.global_step < config.steps:
+            if trainer.state.global_step < steps:
                 return self._interrupted()
-        after = self._held_out_loss(trainer, "after")
-        self._finish(trainer, tokenizer, history, progress, after)
+        measured = [line["loss"] for line in history.of("eval") if line["step"] == steps]
+        if measured:  # eval_every fell on the last step
+            after = float(measured[-1])
+        else:
+            after = self._measure(trainer, progress, "after", steps)
+        self._samples(trainer, tokenizer, prompts, "after", steps)
+        self._finish(trainer, tokenizer, history, progress, steps, after)
         return 0
 
-    def _trainer(
-        self, model: Any, tokenizer: Any, train: Rows, held_out: Rows, progress: Any
-    ) -> Any:
-        from transformers import PrinterCallback, TrainingArguments
-
-        from ts_hf.training.trainer import TrainStreamTrainer
-
-        config = self.config
-        arguments = TrainingArguments(
-            output_dir=str(self.checkpoints),
-            max_steps=config.steps,
-            per_device_train_batch_size=config.batch_size,
-            per_device_eval_batch_size=config.batch_size,
-            gradient_accumulation_steps=config.accumulation,
-            learning_rate=config.lr,
-            warmup_steps=round(config.warmup * config.steps),
-            lr_scheduler_type=config.schedule,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            gradient_checkpointing=config.gradient_checkpointing,
-            logging_steps=1,
-            save_strategy="steps",
-            save_steps=config.save_every,
-            save_total_limit=config.keep_checkpoints,
-            seed=config.seed,
-            use_cpu=self.device == "cpu",
-            dataloader_pin_memory=self.device == "cuda",
-            remove_unused_columns=False,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        trainer = TrainStreamTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            eval_dataset=held_out,
-            data_collator=PadCollator(pad),
-            callbacks=[progress],
-            trainstream={
-                **streaming_options(model, config.block_limit_bytes, self.device),
-                "loss_chunk_size": _loss_chunk(model.config.vocab_size),
-            },
-        )
-        trainer.remove_callback(PrinterCallback)
-        return trainer
-
-    def _held_out_loss(self, trainer: Any, when: str) -> float:
+    def _measure(self, trainer: Any, progress: ProgressCallback, when: str, step: int) -> float:
+        """The held-out loss; kept in the history by the callback."""
         started = time.perf_counter()
-        loss = float(trainer.evaluate()["eval_loss"])
+        metrics = trainer.evaluate()
+        progress.look(trainer.model, step)
+        loss = float(metrics["eval_loss"])
         self.console.print(
             f"held-out loss {when}: {loss:.4f} ({time.perf_counter() - started:.1f} s)"
         )
         return loss
 
+    def _samples(
+        self, trainer: Any, tokenizer: Any, prompts: list[list[int]], when: str, step: int
+    ) -> None:
+        if not prompts:
+            return
+        assert self.history is not None
+        device = trainer.args.device
+        for sample in generate(
+            trainer.model, tokenizer, prompts, self.config.sample_tokens, device
+        ):
+            self.history.add("sample", step, when=when, prompt=sample.prompt, text=sample.text)
+            shown = sample.text.replace("\n", "\\n")
+            self.console.print(f"sample {when}: {shown}", markup=False, highlight=False)
+
     # -- ends --------------------------------------------------------------------------------
 
+    def _end(self, status: str, reason: str | None = None) -> None:
+        if self.history is not None:
+            step = max((line["step"] for line in self.history.of("step")), default=0)
+            self.history.add("end", step, status=status, reason=reason)
+
     def _interrupted(self) -> int:
-        checkpoint = last_checkpoint(self.checkpoints)
+        self._end("interrupted")
+        checkpoint = last_checkpoint(self.folder.checkpoints)
         if checkpoint is None:
             self.console.print("Interrupted before the first checkpoint; nothing is kept.")
         else:
@@ -333,27 +292,29 @@ class _Run:
         return INTERRUPTED
 
     def _finish(
-        self, trainer: Any, tokenizer: Any, history: History, progress: Any, after: float
+        self,
+        trainer: Any,
+        tokenizer: Any,
+        history: History,
+        progress: ProgressCallback,
+        steps: int,
+        after: float,
     ) -> None:
         config, model = self.config, trainer.model
         blocks = find_decoder_layers(model)
-        before = self.notes["held_out_before"]
-        if config.method == "lora":
-            saved = save_adapter(model, self.output / "adapter")
-        else:
-            saved = self.output / "model"
-            trainer.before_save()
-            with atomic_directory(saved) as aside:
-                model.save_pretrained(str(aside))
-                tokenizer.save_pretrained(str(aside))
-        plot = self.output / "loss_and_memory.png"
-        losses = {"before": before, "after": after}
-        plot_run(history, losses, config.steps, plot)
-        speed = history.series("tokens_per_second")[1]
+        saved = save_trained(config, trainer, tokenizer, self.folder.path)
+        progress.look(model, steps)
+        plot = self.folder.path / "loss_and_memory.png"
+        losses = {"before": self.notes["held_out_before"], "after": after}
+        plot_run(history, plot)
+        timed = history.of("step")
+        seconds = sum(line["step_s"] for line in timed)
         results = {
+            "format": self.notes["format"],
             "held_out_loss": losses,
-            "steps": config.steps,
-            "tokens_per_second": speed[-1] if speed else 0.0,
+            "steps": steps,
+            "tokens_per_second": sum(line["tokens"] for line in timed) / max(seconds, 1e-9),
+            "seconds": seconds,
             "device": self.device,
             "dtype": self.notes["dtype"],
             "memory": memory_by_tier(model, config.block_limit_bytes),
@@ -362,12 +323,61 @@ class _Run:
             "config": self.notes["config"],
             "events": list(model._trainstream_session.events),
         }
-        write_json(self.output / "results.json", results)
+        write_json(self.folder.results, results)
+        self._end("finished")
         print_report(self.console, results, len(blocks))
-        self.console.print(f"saved: {saved}, {plot}, {self.output / 'results.json'}")
+        self.console.print(f"saved: {saved}, {plot}, {self.folder.results}")
         limit = config.block_limit_bytes
         if limit is not None and self.device == "cpu":
             peak = results["memory"]["device"]["peak_allocated"]
             self.console.print(
                 f"decoder-layer weights never took more than {format_bytes(peak)} of device pool"
             )
+
+    def _to_merge(self) -> bool:
+        return self.config.merge != "none" and not (self.folder.path / "merged").exists()
+
+    def _merge(self) -> None:
+        gc.collect()  # the trained model, which nothing here refers to any more
+        dtype = DTYPES[self.notes["dtype"]]
+        merge_trained(self.config, dtype, self.folder.path, self.console)
+
+
+def planned_steps(config: FinetuneConfig, rows: int) -> int:
+    """Optimizer steps of a run on so many rows."""
+    if config.epochs is None:
+        return config.steps
+    per_step = config.batch_size * config.accumulation
+    return max(1, math.ceil(config.epochs * rows / per_step - 1e-9))
+
+
+def _rows_wanted(config: FinetuneConfig) -> int:
+    if config.epochs is not None:
+        return sys.maxsize
+    return config.steps * config.batch_size * config.accumulation
+
+
+def _has_samples(history: History, when: str) -> bool:
+    return any(line.get("when") == when for line in history.of("sample"))
+
+
+def _session() -> dict[str, Any]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    process = psutil.Process(os.getpid())
+    return {
+        "pid": process.pid,
+        "process_started": process.create_time(),
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "ram_gb": psutil.virtual_memory().total / 1e9,
+        "gpu": gpu,
+        "versions": versions,
+    }

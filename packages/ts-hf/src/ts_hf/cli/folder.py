@@ -1,0 +1,78 @@
+"""The folder of a run: who works there, with which settings, and what was kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ts_core.errors import DataError, OptionError
+from ts_hf.checkpoints.atomic import clean_leftovers
+from ts_hf.cli.config import differing_keys
+from ts_hf.cli.settings import FinetuneConfig
+
+FORMAT = 1  # of run.json, history.jsonl and results.json (docs/finetune.md)
+
+
+class RunFolder:
+    """Paths and notes (run.json) of a run.
+
+    Args:
+        config: the run's settings; its `output` is the folder.
+
+    Raises:
+        DataError: run.json is damaged.
+        OptionError: the folder holds a run with other settings; names them.
+    """
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        self.path = Path(config.output)
+        self.checkpoints = self.path / "checkpoints"
+        self.history = self.path / "history.jsonl"
+        self.results = self.path / "results.json"
+        self.leftovers: list[str] = []
+        mine = json.loads(json.dumps(dataclasses.asdict(config)))
+        file = self.path / "run.json"
+        self.notes: dict[str, Any] = {"format": FORMAT}
+        if file.is_file():
+            self.notes = _read(file)
+            defaults = json.loads(json.dumps(dataclasses.asdict(FinetuneConfig())))
+            different = differing_keys({**defaults, **self.notes["config"]}, mine)
+            if different:
+                listed = ", ".join(f"{k}: {a!r} -> {b!r}" for k, (a, b) in different.items())
+                raise OptionError(
+                    f"{self.path} holds a run with other settings ({listed}). Use the same "
+                    f"settings to continue it, or another output for a new run."
+                )
+            self.leftovers = clean_leftovers(self.path)
+        self.notes["config"] = mine
+
+    def keep(self, **values: Any) -> None:
+        """Add notes to run.json."""
+        self.notes.update(values)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "run.json", self.notes)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        notes: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(notes["config"], dict):
+            raise ValueError("its config is no mapping")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is damaged: {error!r}. Use another output.") from error
+    if notes.get("format", FORMAT) != FORMAT:
+        raise DataError(
+            f"{file} has format {notes['format']!r}, this version writes {FORMAT}. Continue the "
+            f"run with the version that began it, or use another output."
+        )
+    return notes
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write `content` so that `file` is always a whole one."""
+    temporary = file.with_name(f".{file.name}.partial")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, file)

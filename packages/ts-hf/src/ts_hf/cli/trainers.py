@@ -1,0 +1,97 @@
+"""The Trainer of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, TrainingArguments
+
+from ts_hf.cli.machine import streaming_options
+from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.training.trainer import TrainStreamTrainer
+
+
+class FinetuneTrainer(TrainStreamTrainer):
+    """A TrainStreamTrainer that counts the tokens it trains on."""
+
+    _tokens = 0
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """As TrainStreamTrainer's; the batches are still on the host, so counting is cheap."""
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        for batch in samples:
+            mask = batch.get("attention_mask")
+            self._tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
+        return samples, num_items
+
+    def take_tokens(self) -> int:
+        """Tokens without padding since this was last called."""
+        count, self._tokens = self._tokens, 0
+        return count
+
+
+def training_arguments(
+    config: FinetuneConfig, output: Path, device: str, steps: int
+) -> TrainingArguments:
+    """What transformers is told."""
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=config.batch_size,
+        per_device_eval_batch_size=config.batch_size,
+        gradient_accumulation_steps=config.accumulation,
+        learning_rate=config.lr,
+        warmup_steps=round(config.warmup * steps),
+        lr_scheduler_type=config.schedule,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+        gradient_checkpointing=config.gradient_checkpointing,
+        logging_steps=1,
+        eval_strategy="steps" if config.eval_every else "no",
+        eval_steps=config.eval_every or None,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=config.keep_checkpoints,
+        seed=config.seed,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device == "cuda",
+        remove_unused_columns=False,
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def make_trainer(
+    config: FinetuneConfig,
+    model: Any,
+    arguments: TrainingArguments,
+    train: Any,
+    held_out: Any,
+    collator: Any,
+) -> FinetuneTrainer:
+    """The Trainer, silent: what it logs goes to its callbacks.
+
+    Raises:
+        OptionError, OutOfBudgetError: block_limit cannot be kept.
+    """
+    device = "cpu" if arguments.use_cpu else "cuda"
+    trainer = FinetuneTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=held_out,
+        data_collator=collator,
+        trainstream={
+            **streaming_options(model, config.block_limit_bytes, device),
+            "loss_chunk_size": _loss_chunk(model.config.vocab_size),
+        },
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _loss_chunk(vocabulary: int) -> int:
+    """Rows of logits at a time: about 64 MiB of them in fp32, at most 1024."""
+    rows = (64 << 20) // (4 * vocabulary)
+    return max(16, min(1024, 1 << max(0, rows.bit_length() - 1)))
