@@ -306,6 +306,23 @@ def test_killed_before_the_first_checkpoint(
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
+def test_a_run_that_never_came_to_train_does_not_hold_the_folder(
+    settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    config = settings(steps=1)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no such luck"):
+        patch.setattr(run_module, "generate", fails)
+        _run(config)
+    assert [line["kind"] for line in _lines(config)][-1] == "end"
+    assert _lines(config)[-1]["reason"] == "RuntimeError: no such luck"
+    changed = dataclasses.replace(config, lr=0.5)
+    assert _run(changed)[0] == 0
+    assert [line["kind"] for line in _lines(config)].count("session") == 1
+
+
 def test_killed_after_the_last_step(
     settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,12 +100,11 @@ def draw(plot: Plot, theme: Theme) -> Figure:
     """The plot as a figure."""
     figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
     axes = figure.add_subplot()
-    labelled = False
+    labels = [line.label for line in plot.lines if line.label is not None]
     for line in plot.lines:
         x, y = thinned(line.x, line.y)
         color = theme.series[line.color % len(theme.series)]
         axes.plot(x, y, color=color, label=line.label, **_STYLES[line.style](len(x)))
-        labelled = labelled or line.label is not None
     for mark in plot.marks:
         axes.axvline(mark, color=theme.muted, linewidth=0.8, linestyle=(0, (2, 3)))
     if plot.level is not None:
@@ -123,13 +122,28 @@ def draw(plot: Plot, theme: Theme) -> Figure:
         )
     if plot.log:
         axes.set_yscale("log")
-    elif plot.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.yaxis.set_minor_formatter(_short)
     _dress(figure, axes, theme, plot.title)
+    axes.yaxis.set_major_formatter(_short)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step", fontsize=8, color=theme.muted)
-    if labelled:
-        axes.legend(fontsize=7.5, frameon=False, labelcolor=theme.ink, loc="best", handlelength=1.6)
+    axes.margins(x=0.02, y=0.08)
+    if plot.from_zero:
+        highest = max((max(line.y) for line in plot.lines if len(line.y)), default=0)
+        axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    if labels:
+        beside_title = len(labels) <= 3 and sum(map(len, labels)) + len(plot.title) < 62
+        axes.legend(
+            fontsize=7.5,
+            frameon=False,
+            labelcolor=theme.ink,
+            handlelength=1.4,
+            borderaxespad=0.2,
+            columnspacing=1.2,
+            loc="lower right" if beside_title else "best",
+            bbox_to_anchor=(1, 1) if beside_title else None,
+            ncols=len(labels) if beside_title else 1,
+        )
     return figure
 
 
@@ -146,6 +160,10 @@ def _alone(count: int) -> str | None:
     return "o" if count == 1 else None
 
 
+def _short(value: float, place: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def _dress(figure: Figure, axes: Any, theme: Theme, title: str) -> None:
     figure.patch.set_alpha(0)
     axes.patch.set_alpha(0)
@@ -155,7 +173,6 @@ def _dress(figure: Figure, axes: Any, theme: Theme, title: str) -> None:
     axes.tick_params(labelsize=8, colors=theme.muted, which="both", length=0, pad=4)
     axes.grid(axis="y", color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.margins(x=0.02)
 
 
 def draw_blocks(
@@ -171,7 +188,7 @@ def draw_blocks(
     figure = Figure(figsize=(2 * _WIDTH + 0.4, 0.75 + 0.95 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for axes, (run, blocks) in zip(panels, rows, strict=True):
-        _dress(figure, axes, theme, run)
+        _dress(figure, axes, theme, run if len(rows) > 1 else "")
         count = len(blocks)
         width = 0.86 if count <= 120 else 1.0
         for place, _ in enumerate(names):
@@ -237,7 +254,7 @@ def svg(figure: Figure, prefix: str) -> str:
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r"url\(#", f"url(#{prefix}-", text)
     text = re.sub(r'href="#', f'href="#{prefix}-', text)
-    text = re.sub(r"font: ([^;\"]*?)'DejaVu Sans'[^;\"]*", r"font: \1system-ui, sans-serif", text)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
     for variable, color in _variables():
         text = text.replace(color, f"var({variable})")
     return text

@@ -88,15 +88,13 @@ class Run:
             return f"finished: {progress}"
         if self.state == RUNNING:
             return f"running: {progress}, last line {self._when()}"
-        ends = self.of("end")
-        sessions = self.of("session")
-        ended = ends and self.lines.index(ends[-1]) > (
-            self.lines.index(sessions[-1]) if sessions else -1
+        last: dict[str, Any] = next(
+            (x for x in reversed(self.lines) if x["kind"] in ("session", "end")), {}
         )
-        if ended and ends[-1].get("status") == "interrupted":
+        if last.get("status") == "interrupted":
             return f"interrupted after {progress}; the same command goes on from there"
-        if ended and ends[-1].get("status") == "failed":
-            return f"failed after {progress}: {ends[-1].get('reason')}"
+        if last.get("status") == "failed":
+            return f"failed after {progress}: {last.get('reason')}"
         return f"stopped without a word after {progress} (killed?), last line {self._when()}"
 
     def _when(self) -> str:
@@ -185,7 +183,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Any]], int]:
         except ValueError:
             unreadable += 1
             continue
-        if isinstance(line, dict) and _is_number(line.get("step")):
+        if isinstance(line, dict) and _is_number(line.get("step")) and "kind" in line:
             found.append(line)
         else:
             unreadable += 1

@@ -36,8 +36,8 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
             "host memory, GiB",
             (
                 ("rss_gb", "process"),
-                ("ts_pinned_gb", "crosses the link"),
-                ("ts_host_state_gb", "optimizer and gradients"),
+                ("ts_pinned_gb", "pinned"),
+                ("ts_host_state_gb", "optimizer"),
             ),
         ),
     ]

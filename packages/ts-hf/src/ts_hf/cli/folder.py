@@ -36,8 +36,11 @@ class RunFolder:
         mine = json.loads(json.dumps(dataclasses.asdict(config)))
         file = self.path / "run.json"
         self.notes: dict[str, Any] = {"format": FORMAT}
-        if file.is_file():
-            self.notes = _read(file)
+        earlier = _read(file) if file.is_file() else {}
+        if earlier and "held_out_before" not in earlier:
+            self.history.unlink(missing_ok=True)  # it never came to train: begin anew
+        elif earlier:
+            self.notes = earlier
             defaults = json.loads(json.dumps(dataclasses.asdict(FinetuneConfig())))
             different = differing_keys({**defaults, **self.notes["config"]}, mine)
             if different:

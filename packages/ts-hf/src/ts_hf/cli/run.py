@@ -119,14 +119,12 @@ class _Run:
             f"{config.model}: {inner.trainstream_load.summary()}; {trained:,} trained values; "
             f"ready after {time.perf_counter() - started:.1f} s"
         )
-        self.folder.keep(
-            model={
-                "class": type(inner).__name__,
-                "parameters": sum(p.numel() for p in inner.parameters()),
-                "trained": trained,
-            },
-            device=self.device,
-        )
+        self.notes["device"] = self.device
+        self.notes["model"] = {
+            "class": type(inner).__name__,
+            "parameters": sum(p.numel() for p in inner.parameters()),
+            "trained": trained,
+        }
         train, held_out = self._rows(documents, tokenizer, inner.config)
         return self._train(model, tokenizer, train, held_out, interruption)
 
@@ -178,15 +176,13 @@ class _Run:
         )
         for note in train.notes:
             self.console.print(f"data: {note}")
-        self.folder.keep(
-            rows={
-                "train": len(train),
-                "train_tokens": train.tokens,
-                "held_out": len(held_out),
-                "held_out_tokens": held_out.tokens,
-                "notes": list(train.notes),
-            }
-        )
+        self.notes["rows"] = {
+            "train": len(train),
+            "train_tokens": train.tokens,
+            "held_out": len(held_out),
+            "held_out_tokens": held_out.tokens,
+            "notes": list(train.notes),
+        }
         return train, held_out
 
     # -- training ----------------------------------------------------------------------------
