@@ -25,7 +25,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
         (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks)
-        and plan (target_vram, settled, budget, predicted, reasons).
+        and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
+        and predicted_host in bytes by use, seconds, measured, reasons).
 
     Raises:
         StateError: the model is not wrapped.
@@ -53,15 +54,27 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         report["attention"] = session.attention.report()
     if session.experts is not None:
         report["experts"] = session.experts.report()
-    report["plan"] = {
-        "target_vram": session.plan.predicted.get("budget"),
-        "settled": True,
-        "history": [],
-        "budget": session.device.usable_bytes(),
-        "predicted": dict(session.plan.predicted),
-        "reasons": list(session.plan.reasons),
-    }
+    report["plan"] = _plan(session)
     return report
+
+
+def _plan(session: TrainStreamSession) -> dict[str, Any]:
+    plan, adapter = session.plan, session.adapter
+    corrector = None if adapter is None else adapter.corrector
+    return {
+        "target_vram": plan.predicted.get("budget"),
+        "settled": not session.adapting,
+        "history": [] if corrector is None else [asdict(entry) for entry in corrector.history],
+        "budget": session.device.usable_bytes(),
+        "predicted": dict(plan.predicted),
+        "predicted_host": dict(plan.host),
+        "seconds": dict(plan.seconds),
+        "measured": {
+            "peak_allocated": session.device.memory()["peak_allocated"],
+            "beside_blocks_and_slots": 0 if corrector is None else corrector.needed,
+        },
+        "reasons": list(plan.reasons),
+    }
 
 
 def _params(session: TrainStreamSession) -> dict[str, Any]:

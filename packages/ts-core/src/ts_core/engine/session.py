@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from ts_core.schedule import Plan
 from ts_core.schedule.plan import human
 from ts_core.store import ParamPager
 from ts_core.transfer import CopyEngine
+
+if TYPE_CHECKING:
+    from ts_core.engine.adapting import PlacementAdapter
 
 ATTRIBUTE = "_trainstream_session"
 UPDATES_BEFORE_RESIDENCE = 2
@@ -52,7 +55,6 @@ class TrainStreamSession:
     """The streaming state of a wrapped model; `model._trainstream_session`.
 
     Attributes:
-        adapting: whether placement is still being tuned (never, in this version).
         events: decisions so far, in plain words.
         config: the options of wrap().
         plan: where each block lives.
@@ -60,7 +62,6 @@ class TrainStreamSession:
         peer: pooled peer memory (None in this version).
     """
 
-    adapting = False
     peer = None
 
     def __init__(
@@ -88,9 +89,15 @@ class TrainStreamSession:
         self.moments = "float32"
         self.patches: list[Any] = []
         self.attention: AttentionChoice | None = None
+        self.adapter: PlacementAdapter | None = None
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
+
+    @property
+    def adapting(self) -> bool:
+        """Whether placement is still being tuned."""
+        return self.adapter is not None and self.adapter.adapting
 
     @property
     def events(self) -> list[str]:
@@ -113,6 +120,8 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
                     self.optimizer.drop_failed_backward()
+                    if self.adapter is not None and not torch.compiler.is_compiling():
+                        self.adapter.between_steps()
                 if not self.optimizer.guard_params or torch.compiler.is_compiling():
                     self.optimizer.synchronize()
             if self.runner is not None:
@@ -146,6 +155,8 @@ class TrainStreamSession:
         optimizer = self.optimizer
         if optimizer is None or optimizer.updates < UPDATES_BEFORE_RESIDENCE:
             return
+        if self.adapting and self.plan.paged:
+            return  # blocks may come back to the device first
         optimizer.after_step = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         budget = self.device.usable_bytes()

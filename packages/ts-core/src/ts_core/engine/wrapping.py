@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
+from ts_core.engine.adapting import PlacementAdapter
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.blocks import find_blocks
 from ts_core.engine.experts import (
@@ -146,7 +147,8 @@ def _start(
     in_flight = gradients_in_flight(optimizer, config)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     profile = without_experts(profile, experts)
-    plan = make_plan(profile, machine_profile(device), plan_options(config))
+    machine, asked = machine_profile(device), plan_options(config)
+    plan = make_plan(profile, machine, asked)
     for reason in plan.reasons:
         log(f"plan: {reason}")
     copies = CopyEngine(device, config.max_inflight_bytes)
@@ -169,6 +171,8 @@ def _start(
         session.runner = BlockRunner(blocks, session.pager)
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
+    elsewhere = frozenset(parameters_of(experts))
+    session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     session.hook_model(model)
     session.attention = AttentionChoice(config.attention, device, log)
     session.attention.install(model)

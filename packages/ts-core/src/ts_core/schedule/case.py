@@ -54,10 +54,10 @@ class Case:
     def _rest(self) -> dict[str, int]:
         """Device memory by use, but for blocks and slots."""
         model, machine, options = self.model, self.machine, self.options
-        if not machine.counts_fixed:
-            return {"fixed": 0, "gradients": 0}
         if options.reserve is not None:
             return {"measured": options.reserve}
+        if not machine.counts_fixed:
+            return {"fixed": 0, "gradients": 0}
         rest = {"fixed": model.fixed_device, "gradients": model.trained}
         if self.policy:
             kept = sum(

@@ -1,0 +1,187 @@
+"""From measured peaks of device memory to better plans: a state machine without a device.
+
+A plan reserves memory for what it cannot know: activations, workspaces, what the optimizer keeps.
+After a step that is known: the peak less blocks and slots. Blocks then return to the device while
+room remains, or more of them stream when the peak is over the target. What everything else needs
+is remembered as the most that any step needed, so placement settles; a later step that needs more
+(a longer batch) starts it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ts_core.schedule.case import Case
+from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOptions, human
+from ts_core.schedule.planner import repage
+
+QUIET_STEPS = 2
+# Blocks are given back at most this often before placement only ever gets tighter.
+_MOST_RETURNS = 4
+# Room left over when blocks change place, so that steps that differ a little do not move them.
+_MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One entry of the history.
+
+    Attributes:
+        step: optimizer steps done.
+        peak: most bytes of device memory allocated since blocks last changed place.
+        target: bytes that a step may use.
+        paged: blocks that streamed.
+        change: what was decided, in words; empty when nothing was.
+    """
+
+    step: int
+    peak: int
+    target: int
+    paged: int
+    change: str = ""
+
+
+class PeakCorrector:
+    """Corrects a plan by what its steps really used.
+
+    Args:
+        model, machine, options: what the plan was made from.
+        plan: the plan in force.
+        movable: blocks that may change place.
+
+    Attributes:
+        adapting: whether blocks may still be moved; False when a placement was asked for or the
+            device has no limit.
+        history: what was seen, the last entries.
+    """
+
+    HISTORY = 64
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        machine: MachineProfile,
+        options: PlanOptions,
+        plan: Plan,
+        movable: Sequence[int],
+    ) -> None:
+        self._model = model
+        self._machine = machine
+        self._options = options
+        self._movable = tuple(index for index in movable if model.pageable[index])
+        self.plan = plan
+        self.history: list[Observation] = []
+        self._may_move = (
+            machine.device_bytes is not None
+            and options.param_offload == "auto"
+            and len(self._movable) > 0
+        )
+        self.adapting = self._may_move
+        self._quiet = 0
+        self._returns = 0
+        self._most_needed = 0
+        self._warned = False
+
+    @property
+    def target(self) -> int | None:
+        """Bytes that a step may use; None without a limit."""
+        if self._machine.device_bytes is None:
+            return None
+        return int(self._machine.device_bytes * (1.0 - self._options.headroom))
+
+    @property
+    def needed(self) -> int:
+        """The most bytes that any step used for other things than blocks and slots."""
+        return self._most_needed
+
+    def observe(self, step: int, peak: int, may_return: bool = True) -> Plan | None:
+        """A step has ended.
+
+        Args:
+            step: optimizer steps done.
+            peak: most bytes of device memory allocated since the last call that returned a plan.
+            may_return: whether blocks may go back to the device now (not while something else
+                is still trying out how to use the room).
+
+        Returns:
+            A plan with other paged blocks, to be put in force before the next step; None to go on.
+        """
+        target = self.target
+        if target is None:
+            return None
+        placed = self.plan.predicted.get("resident_blocks", 0) + self.plan.predicted.get("slots", 0)
+        before = self._most_needed
+        self._most_needed = max(before, peak - placed)
+        if not self._may_move:
+            self._remember(step, peak, target, self._over(peak, target))
+            return None
+        changed = self._replan(peak, target, may_return)
+        if changed is None:
+            self._quiet += may_return
+            if self._quiet >= QUIET_STEPS:
+                self.adapting = False
+            news = self._over(peak, target) if peak > target else ""
+            if news or self.adapting or self._most_needed > before:
+                self._remember(step, peak, target, news)
+            return None
+        self._quiet = 0
+        self.adapting = True
+        more = len(changed.paged) - len(self.plan.paged)
+        self._returns += more < 0
+        words = (
+            f"step {step} used {human(peak)} of {human(target)}: "
+            + (f"{more} more blocks stream" if more > 0 else f"{-more} blocks stay on the device")
+            + f", {len(changed.paged)} of {len(self._model.pageable)} stream now"
+        )
+        self._remember(step, peak, target, words)
+        self.plan = replace(changed, reasons=(*changed.reasons, words))
+        return self.plan
+
+    def stop(self, plan: Plan) -> None:
+        """Moving blocks failed: `plan` stays in force."""
+        self.plan = plan
+        self._may_move = False
+        self.adapting = False
+
+    def _replan(self, peak: int, target: int, may_return: bool) -> Plan | None:
+        now = len(self.plan.paged)
+        over = peak > target
+        enough = self._with_room_for(self._most_needed + int(target * _MARGIN))
+        if over and len(enough.paged) > now:
+            return enough
+        returning = may_return and self._returns < _MOST_RETURNS
+        if not over and returning and len(enough.paged) < now:
+            return enough
+        return None
+
+    def _with_room_for(self, reserve: int) -> Plan:
+        """The plan that leaves `reserve` bytes to everything but blocks and slots."""
+        options = replace(self._options, reserve=reserve)
+        machine = replace(self._machine, host_available=None)
+        stuck = [index for index in self.plan.paged if index not in self._movable]
+        current = [index for index in self.plan.paged if index in self._movable]
+        choices = [
+            tuple(sorted([*stuck, *repage(current, self._movable, count)]))
+            for count in range(len(self._movable) + 1)
+        ]
+        for slots in range(options.slot_count, 0, -1):
+            case = Case(self._model, machine, options, (), slots)
+            for chosen in choices:
+                if case.shortfall(chosen) == 0:
+                    return case.plan(chosen)
+        return case.plan(choices[-1])
+
+    def _over(self, peak: int, target: int) -> str:
+        if peak <= target or self._warned:
+            return ""
+        self._warned = True
+        return (
+            f"a step used {human(peak)}, over the target of {human(target)}, and no block can be "
+            f"moved to change that. Use a smaller batch or shorter sequences, recompute=True, or "
+            f"a smaller vram_headroom if that is what you want."
+        )
+
+    def _remember(self, step: int, peak: int, target: int, change: str) -> None:
+        self.history.append(Observation(step, peak, target, len(self.plan.paged), change))
+        del self.history[: -self.HISTORY]

@@ -1,0 +1,287 @@
+"""Blocks change place between steps, by what steps used, and no bit of any result changes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ts_core import memory_report, unwrap, wrap
+from ts_core.engine import adapting, wrapping
+from ts_core.engine.placement import block_leaves, model_profile
+from ts_core.errors import OutOfBudgetError, StateError
+from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
+
+DEPTH = 6
+Needs = Callable[[int], float]
+
+
+def block_bytes(model: TinyModel) -> int:
+    return model_profile(model, block_leaves(model, list(model.layers))).pageable[0]
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch,
+    needs: Needs,
+    room: float = 8.0,
+    expected: float = 0.0,
+    **options: Any,
+) -> tuple[TinyModel, Any]:
+    """A wrapped model on a device of `room` blocks, whose steps seem to need `needs(step)` more.
+
+    Args:
+        expected: what the first plan reserves, in blocks.
+    """
+    model = tiny_model(depth=DEPTH, dropout=0.1)
+    size = block_bytes(model)
+    real = wrapping.plan_options
+    monkeypatch.setattr(
+        wrapping, "plan_options", lambda config: replace(real(config), reserve=int(expected * size))
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = wrap(
+        model,
+        torch.optim.AdamW(trained, lr=1e-2),
+        device="host",
+        quantize="none",
+        vram_limit=int(room * size),
+        vram_headroom=0.0,
+        **options,
+    )
+    session = model._trainstream_session
+
+    def memory() -> dict[str, int]:
+        used = session.device.pool.used + int(needs(session.steps) * size)
+        return {"allocated": used, "reserved": used, "peak_allocated": used}
+
+    monkeypatch.setattr(session.device, "memory", memory)
+    return model, optimizer
+
+
+def resident(steps: int) -> TrainingRecord:
+    model = tiny_model(depth=DEPTH, dropout=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = wrap(
+        model, torch.optim.AdamW(trained, lr=1e-2), device="host", param_offload=False
+    )
+    return train(model, optimizer, steps)
+
+
+def paged(model: TinyModel) -> int:
+    report = memory_report(model)
+    session = model._trainstream_session
+    names = [] if session.pager is None else sorted(session.pager.images)
+    assert names == report["params"]["paged_blocks"]  # what is said is what is done
+    held = session.device.pool.by_tag()
+    expected = session.plan.predicted
+    assert held.get("slots", 0) == expected["slots"]
+    assert held.get("resident blocks", 0) == expected["resident_blocks"]
+    return len(names)
+
+
+def test_blocks_return_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 1.5, expected=4.5)
+    session = model._trainstream_session
+    assert paged(model) == 5 and session.adapting
+    with inject_delays(3, max_ms=1.0) as plan:
+        record = train(model, optimizer, 8)
+    assert plan.pauses > 0
+    assert resident(8).differences(record) == []
+    assert paged(model) == 0 and not session.adapting
+    assert session.runner is None and session.pager is None  # nothing is left on the hot path
+    report = memory_report(model)["plan"]
+    assert report["settled"] and report["target_vram"] == session.config.vram_limit_bytes
+    assert any("5 blocks stay on the device" in entry["change"] for entry in report["history"])
+    assert any("settled after" in event for event in session.events)
+    assert report["measured"]["beside_blocks_and_slots"] == pytest.approx(
+        1.5 * block_bytes(tiny_model(depth=DEPTH)), rel=1e-3
+    )
+
+
+def test_some_blocks_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 3.5, expected=5.5)
+    assert paged(model) == 6
+    with inject_delays(3, max_ms=1.0):
+        record = train(model, optimizer, 6)
+    assert paged(model) == 4
+    assert resident(6).differences(record) == []
+
+
+def test_a_longer_batch_later_pages_blocks_of_a_resident_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 0.5 if step < 4 else 4.5)
+    session = model._trainstream_session
+    assert paged(model) == 0 and session.pager is None
+    with inject_delays(5, max_ms=1.0):
+        record = train(model, optimizer, 9)
+    assert resident(9).differences(record) == []
+    assert paged(model) == 5 and not session.adapting
+    assert any("5 more blocks stream, 5 of 6 stream now" in event for event in session.events)
+    unwrap(model)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    assert session.device.pool.used == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_course_of_needs_changes_no_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(seed)
+    needs = [draw.uniform(0.0, 6.5) for _ in range(40)]
+    model, optimizer = start(
+        monkeypatch,
+        lambda step: needs[step],
+        expected=draw.choice([0.5, 3.5, 5.5]),
+        accumulation_steps=2,
+    )
+    corrector = model._trainstream_session.adapter.corrector
+    monkeypatch.setattr(corrector, "_most_needed", 0)
+
+    def forget(*arguments: Any, real: Any = corrector.observe) -> Any:
+        corrector._most_needed = 0  # so that blocks go both ways, again and again
+        corrector._returns = 0
+        return real(*arguments)
+
+    monkeypatch.setattr(corrector, "observe", forget)
+    with inject_delays(seed, max_ms=1.0):
+        record = train(model, optimizer, 8, accumulation=2)
+    moves = [entry.change for entry in corrector.history if entry.change]
+    assert len(moves) >= 3
+    model2 = tiny_model(depth=DEPTH, dropout=0.1)
+    trained = [p for p in model2.parameters() if p.requires_grad]
+    model2, plain = wrap(
+        model2,
+        torch.optim.AdamW(trained, lr=1e-2),
+        device="host",
+        param_offload=False,
+        accumulation_steps=2,
+    )
+    assert train(model2, plain, 8, accumulation=2).differences(record) == []
+    theirs = model2.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_writes_between_steps_move_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = []
+    for needs in (lambda step: 0.5, lambda step: 0.5 if step != 1 else 5.5):
+        with monkeypatch.context() as patch:
+            model, optimizer = start(patch, needs)
+            train(model, optimizer, 1)
+            with torch.no_grad():
+                for layer in model.layers:
+                    layer.up.weight.mul_(1.5)
+            first = train(model, optimizer, 1)  # the blocks leave before this
+            model.layers[3].mix.data.add_(0.25)
+            records.append((first, train(model, optimizer, 2)))
+            assert (paged(model) > 0) == (len(records) == 2)
+    for plain, moved in zip(*records, strict=True):
+        assert plain.differences(moved) == []
+
+
+def test_evaluation_and_accumulation_do_not_move_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 5.5, accumulation_steps=2)
+    tokens = torch.randint(0, 37, (2, 7))
+    for _ in range(3):
+        with torch.no_grad():
+            model(tokens)
+    model(tokens).backward()
+    model(tokens).backward()
+    assert paged(model) == 0
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens)
+    assert paged(model) == 0
+    model(tokens).backward()
+    assert paged(model) == 6
+
+
+def test_when_moving_fails_blocks_stay_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 4.5)
+    session = model._trainstream_session
+    made = []
+    real = adapting.build_image
+
+    def no_memory(index: int, *arguments: Any) -> Any:
+        if len(made) == 2:
+            raise OutOfBudgetError("no host memory")
+        made.append(index)
+        return real(index, *arguments)
+
+    monkeypatch.setattr(adapting, "build_image", no_memory)
+    record = train(model, optimizer, 4)
+    assert resident(4).differences(record) == []
+    assert paged(model) == 0 and not session.adapting
+    assert any("blocks stay where they are" in event for event in session.events)
+
+
+def test_backward_through_a_forward_from_before_a_move_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 0.5, expected=4.5)
+    tokens = torch.randint(0, 37, (2, 7))
+    model(tokens).backward()
+    old = model(tokens)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(tokens)
+    with pytest.raises(StateError, match=r"changed place|unwrapped after"):
+        old.backward()
+    with contextlib.suppress(StateError):
+        loss.backward()
+    optimizer.zero_grad()
+    model(tokens).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("asked", [True, [1, 2], False])
+def test_what_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: Any) -> None:
+    model, optimizer = start(monkeypatch, lambda step: 0.1, param_offload=asked, room=9.0)
+    before = paged(model)
+    train(model, optimizer, 3)
+    assert paged(model) == before and not model._trainstream_session.adapting
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_return_and_a_longer_batch_pages_more() -> None:
+    def run(limit: str | None) -> tuple[TinyModel, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = tiny_model(depth=12, width=1024)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        options = {} if limit is None else {"vram_limit": limit, "vram_headroom": 0.4}
+        model, optimizer = wrap(
+            model, torch.optim.AdamW(trained, lr=1e-3), device="cuda", offload=True, **options
+        )
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for step in range(10):
+            length = 4 if step < 5 else 64
+            tokens = torch.randint(0, 37, (8, length), generator=generator).cuda()
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        return model, losses
+
+    plain_model, plain = run(None)
+    assert memory_report(plain_model)["params"]["paged_blocks"] == []
+    unwrap(plain_model)
+    del plain_model
+    torch.cuda.empty_cache()
+    model, losses = run("560MiB")
+    session = model._trainstream_session
+    assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
+    changes = [entry.change for entry in session.adapter.corrector.history if entry.change]
+    assert len(changes) >= 2, changes
+    assert "blocks stay on the device" in changes[0] and "more blocks stream" in changes[1]
+    assert torch.cuda.max_memory_allocated() <= session.adapter.corrector.target
+    assert not session.adapting
+    unwrap(model)

@@ -1,0 +1,138 @@
+"""Corrections from measured peaks, without a device: blocks return, leave, and settle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
+from ts_core.schedule.corrections import PeakCorrector
+
+MIB = 1 << 20
+BLOCKS = 20
+
+
+class Run:
+    """Steps that need `other(step)` bytes beside blocks and slots."""
+
+    def __init__(self, limit_mib: int = 2000, movable: Any = None, **options: Any) -> None:
+        model = ModelProfile((100 * MIB,) * BLOCKS, fixed_device=200 * MIB)
+        machine = MachineProfile(limit_mib * MIB)
+        asked = PlanOptions(**options)
+        plan = make_plan(model, machine, asked)
+        candidates = range(BLOCKS) if movable is None else movable
+        self.corrector = PeakCorrector(model, machine, asked, plan, candidates)
+        self.step = 0
+        self.peak = 0
+        self.moves: list[int] = []
+
+    def go(self, steps: int, other: Callable[[int], int], may_return: bool = True) -> None:
+        for _ in range(steps):
+            self.step += 1
+            plan = self.corrector.plan
+            used = plan.predicted["resident_blocks"] + plan.predicted["slots"] + other(self.step)
+            self.peak = max(self.peak, used)
+            before = len(plan.paged)
+            found = self.corrector.observe(self.step, self.peak, may_return)
+            if found is not None:
+                self.peak = 0
+                self.moves.append(len(found.paged) - before)
+
+    @property
+    def paged(self) -> int:
+        return len(self.corrector.plan.paged)
+
+
+def test_blocks_return_while_room_remains_and_placement_settles() -> None:
+    run = Run()
+    assert run.paged == 12 and run.corrector.adapting  # 600 MiB are reserved for activations
+    run.go(3, lambda step: 300 * MIB)
+    assert run.paged == 8 and run.moves == [-4]
+    assert not run.corrector.adapting
+    run.go(50, lambda step: 300 * MIB)
+    assert run.moves == [-4]
+    assert [entry.paged for entry in run.corrector.history if entry.change] == [12]
+    assert run.corrector.plan.predicted["total"] <= run.corrector.target  # type: ignore[operator]
+
+
+def test_a_peak_over_the_target_pages_more() -> None:
+    run = Run()
+    run.go(4, lambda step: 1200 * MIB)
+    assert run.paged == 17 and run.moves == [5]
+    assert not run.corrector.adapting
+    assert "5 more blocks stream, 17 of 20 stream now" in run.corrector.history[0].change
+
+
+def test_a_later_larger_step_starts_it_again() -> None:
+    run = Run()
+    run.go(6, lambda step: 300 * MIB)
+    assert not run.corrector.adapting
+    run.go(1, lambda step: 900 * MIB)
+    assert run.moves == [-4, 6] and run.corrector.adapting
+    run.go(20, lambda step: 300 * MIB)
+    assert run.moves == [-4, 6], "shorter steps do not bring back what a longer one needs"
+    assert not run.corrector.adapting
+
+
+def test_while_something_else_uses_the_room_blocks_only_leave() -> None:
+    run = Run()
+    run.go(5, lambda step: 300 * MIB, may_return=False)
+    assert run.moves == [] and run.corrector.adapting
+    run.go(1, lambda step: 1200 * MIB, may_return=False)
+    assert run.moves == [5]
+
+
+@pytest.mark.parametrize("asked", [True, False, 0.5, (1, 2)])
+def test_what_was_asked_for_stays(asked: Any) -> None:
+    run = Run(limit_mib=4000, param_offload=asked)
+    run.go(3, lambda step: 10 * MIB)
+    run.go(3, lambda step: 5000 * MIB)
+    assert run.moves == [] and not run.corrector.adapting
+    said = [entry.change for entry in run.corrector.history if entry.change]
+    assert len(said) == 1 and "over the target" in said[0] and "smaller batch" in said[0]
+
+
+def test_when_every_block_streams_and_it_is_too_much_it_is_said_once() -> None:
+    run = Run()
+    run.go(9, lambda step: 5000 * MIB)
+    assert run.paged == BLOCKS
+    assert sum("no block can be" in entry.change for entry in run.corrector.history) == 1
+
+
+def test_blocks_that_cannot_move_stay_where_they_are() -> None:
+    run = Run(movable=range(5))
+    stuck = [index for index in run.corrector.plan.paged if index >= 5]
+    run.go(3, lambda step: 100 * MIB)
+    assert [index for index in run.corrector.plan.paged] == stuck
+    run.go(3, lambda step: 1500 * MIB)
+    assert [index for index in run.corrector.plan.paged] == [0, 1, 2, 3, 4, *stuck]
+
+
+def test_without_a_limit_nothing_is_corrected() -> None:
+    model = ModelProfile((MIB,) * 4)
+    machine = MachineProfile(None)
+    plan = make_plan(model, machine)
+    corrector = PeakCorrector(model, machine, PlanOptions(), plan, range(4))
+    assert not corrector.adapting and corrector.target is None
+    assert corrector.observe(1, 1 << 50) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 1500), min_size=1, max_size=40))
+def test_any_course_settles_within_the_target_or_with_everything_paged(needs: list[int]) -> None:
+    run = Run()
+    run.go(len(needs), lambda step: needs[step - 1] * MIB)
+    most = max(needs) * MIB
+    run.go(8, lambda step: most)
+    assert not run.corrector.adapting
+    before = list(run.moves)
+    run.go(10, lambda step: most)
+    assert run.moves == before
+    plan = run.corrector.plan
+    used = plan.predicted["resident_blocks"] + plan.predicted["slots"] + most
+    assert used <= (run.corrector.target or 0) or run.paged == BLOCKS
+    assert len([move for move in run.moves if move < 0]) <= 4
