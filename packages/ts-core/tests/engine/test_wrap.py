@@ -160,8 +160,9 @@ def test_refusals_of_state() -> None:
         wrap(tiny_model(), param_offload=[0, 7], **HOST)
     with pytest.raises(OptionError, match="none was found"):
         wrap(nn.Linear(3, 3), param_offload=True, **HOST)
-    with pytest.raises(NotAvailableError, match="Paging trained weights"):
-        wrap(tiny_model(full=True), param_offload=True, **HOST)
+    with pytest.raises(OptionError, match="no matrix that can stream"):
+        adapters = nn.Sequential(*(nn.LayerNorm(3) for _ in range(3)))
+        wrap(adapters, param_offload=True, **HOST)
     with pytest.raises(OptionError, match="cuda:99"):
         wrap(tiny_model(), device="cuda:99", quantize="none")
     with pytest.raises(OptionError, match="'tpu'"):

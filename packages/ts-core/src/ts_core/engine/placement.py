@@ -12,16 +12,31 @@ from ts_core.engine.blocks import shared_parameters
 from ts_core.schedule import ModelProfile
 from ts_core.store.images import leaves_bytes, pageable_leaves
 from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes
+from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 FP32_MOMENTS_BYTES = 8.0
 
 
 def block_leaves(
-    model: nn.Module, blocks: Sequence[nn.Module], apart: Iterable[int] = ()
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    apart: Iterable[int] = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> list[list[Leaf]]:
-    """Per block, the leaves that can be paged, without the parameters whose `id`s are `apart`."""
-    shared = shared_parameters(model, blocks) | set(apart)
-    return [pageable_leaves(block, shared) for block in blocks]
+    """Per block, the leaves that can be paged.
+
+    Args:
+        model: the model.
+        blocks: its stack.
+        apart: `id`s of parameters that are kept otherwise.
+        optimizer: that trains it; trainable weights that it leaves out stay on the device. None:
+            all are trained.
+    """
+    stay = shared_parameters(model, blocks) | set(apart)
+    if optimizer is not None:
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        stay |= {id(p) for p in model.parameters() if p.requires_grad and id(p) not in trained}
+    return [pageable_leaves(block, stay) for block in blocks]
 
 
 def model_profile(
@@ -37,7 +52,8 @@ def model_profile(
         leaves: per block, what can be paged.
         moment_bytes: both moments of one trained value.
         gradients_in_flight: gradients leave the device as they come, and no more bytes of them
-            than this wait beside the largest; None: all are there at once.
+            than this wait beside the largest; None: all are there at once, but for those of paged
+            weights.
     """
     pageable = tuple(leaves_bytes(block) for block in leaves)
     total = sum(stored_bytes(p) for p in model.parameters())
@@ -47,6 +63,7 @@ def model_profile(
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
+    leaving = gradients_in_flight or 2 * DEFAULT_MAX_INFLIGHT_BYTES
     low_precision = sum(p.numel() * 4 for p in trained if p.dtype is not torch.float32)
     state = int(sum(p.numel() for p in trained) * moment_bytes)
     return ModelProfile(
@@ -61,6 +78,11 @@ def model_profile(
             if leaf.get().device.type == "cpu"
         ),
         trained_values=sum(p.numel() for p in trained),
+        trained_pageable=tuple(
+            sum(stored_bytes(leaf.owner) for leaf in block if leaf.trained) for block in leaves
+        ),
+        gradients_wait=gradients_in_flight is None,
+        gradients_leaving=_gradients_at_once(trained, trained_bytes, leaving),
     )
 
 

@@ -105,9 +105,10 @@ def choose_codec(
     moments: str,
     in_flight: int | None,
     experts: Sequence[StackedExperts] = (),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> str | None:
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
-    leaves = block_leaves(model, blocks, parameters_of(experts))
+    leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     profile = without_experts(profile, experts)
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))

@@ -23,7 +23,7 @@ from ts_core.optim import OffloadAdamW
 from ts_core.optim.resident import can_be_resident, device_bytes_needed
 from ts_core.schedule import Plan
 from ts_core.schedule.plan import human
-from ts_core.store import ParamPager
+from ts_core.store import ParamPager, TrainedHome
 from ts_core.transfer import CopyEngine
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class TrainStreamSession:
     def events(self) -> list[str]:
         """Decisions so far, in plain words."""
         return self.log.lines
+
+    @property
+    def homes(self) -> list[TrainedHome]:
+        """Of the trained weights in paged blocks."""
+        return [] if self.pager is None else self.pager.homes()
 
     @property
     def steps(self) -> int:

@@ -35,7 +35,7 @@ from ts_core.engine.quantize_options import quantize_options
 from ts_core.engine.runner import BlockRunner
 from ts_core.engine.served import configure_products, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
-from ts_core.errors import NotAvailableError, OptionError, StateError
+from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import default_arena
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
 from ts_core.optim.data_parallel import several_processes
@@ -80,7 +80,7 @@ def wrap(
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
     _check_blocks(model, blocks, config)
     experts = experts_to_page(model, config.moe_paging)
-    _check_pageable(block_leaves(model, blocks, parameters_of(experts)), config)
+    _check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
     if config.vram_limit_bytes is not None:
@@ -88,7 +88,9 @@ def wrap(
     try:
         moments = choose_moments(model, optimizer, config, log)
         in_flight = gradients_in_flight(optimizer, config)
-        codec = choose_codec(model, blocks, device, config, log, moments, in_flight, experts)
+        codec = choose_codec(
+            model, blocks, device, config, log, moments, in_flight, experts, optimizer
+        )
         options = quantize_options(config, codec, log)
     except BaseException:
         if config.vram_limit_bytes is not None:
@@ -128,6 +130,8 @@ def unwrap(model: ModelT) -> ModelT:
         raise StateError("the model is not wrapped: unwrap() takes what wrap() returned.")
     session.close()
     move_resident(model, session.device, ())
+    if session.optimizer is not None:
+        session.optimizer.set_homes({})
     delattr(model, ATTRIBUTE)
     return model
 
@@ -143,7 +147,7 @@ def _start(
     moments: str,
     experts: Sequence[StackedExperts],
 ) -> tuple[ModelT, OffloadAdamW]:
-    leaves = block_leaves(model, blocks, parameters_of(experts))
+    leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     in_flight = gradients_in_flight(optimizer, config)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     profile = without_experts(profile, experts)
@@ -259,10 +263,10 @@ def _check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> No
     named = asked if isinstance(asked, list | tuple) else range(len(leaves))
     empty = [index for index in named if not leaves[index]]
     if empty and (isinstance(asked, list | tuple) or len(empty) == len(leaves)):
-        raise NotAvailableError(
-            f"param_offload={asked!r} asks to page blocks {empty}, which hold no frozen matrix. "
-            f"Paging trained weights is not available in this version: freeze the base model "
-            f"and train adapters, or use param_offload=False."
+        raise OptionError(
+            f"param_offload={asked!r} asks to page blocks {empty}, which hold no matrix that can "
+            f"stream: adapters, norms, biases and weights that several modules share stay on the "
+            f"device. Use param_offload=False, or name other blocks."
         )
 
 
@@ -290,6 +294,7 @@ def _make_optimizer(
         "device": session.device,
         "copies": session.copies,
         "on_event": session.log,
+        "homes": {home.param: home for home in session.homes},
         "distributed": config.distributed,
     }
     made = _made_optimizer(model, optimizer, session, shared)
@@ -319,6 +324,7 @@ def _made_optimizer(
             accumulation_steps=config.accumulation_steps,
             eager=config.eager,
             threads=config.threads,
+            homes=shared["homes"],
         )
         return optimizer
     return convert_optimizer(optimizer, **shared)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ts_core.optim.refusals import RefusingOptimizer
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
+from ts_core.store.homes import TrainedHome
 from ts_core.transfer import CopyEngine
 
 # What torch.optim.AdamW keeps in a param group, so that state dicts pass both ways.
@@ -85,6 +86,8 @@ class OffloadAdamW(RefusingOptimizer):
             start with the values of the first, and each step's gradients are averaged over them
             (FSDP2 does that itself). None: where there is such a group. True: also require one.
             False: train separate copies.
+        homes: trained weights that live in host images of paged blocks (wrap() passes them), which
+            are updated there.
         on_event: called with one line of plain words for each decision.
 
     Raises:
@@ -116,6 +119,7 @@ class OffloadAdamW(RefusingOptimizer):
         copies: CopyEngine | None = None,
         arena: PinnedArena | None = None,
         distributed: bool | None = None,
+        homes: Mapping[torch.nn.Parameter, TrainedHome] | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         checks.hyper(lr, betas, eps, weight_decay)
@@ -136,6 +140,7 @@ class OffloadAdamW(RefusingOptimizer):
             mode, kind, seed, chunk_elems, bool(pin_moments), lambda: self.threads, self._say
         )
         storage.use(device, copies, arena or default_arena())
+        storage.homes = dict(homes or {})
         self._updates = Updates(storage, self.step_options, lambda: self.param_groups, self._say)
         self._handles: list[RemovableHandle] = []
         self._attached = False
@@ -293,6 +298,7 @@ class OffloadAdamW(RefusingOptimizer):
         accumulation_steps: int,
         eager: bool | None,
         threads: int | None,
+        homes: Mapping[torch.nn.Parameter, TrainedHome],
     ) -> None:
         """Join a session: its device, link and events; its options where they are not default.
 
@@ -324,7 +330,22 @@ class OffloadAdamW(RefusingOptimizer):
             self.step_options.set_eager(eager)
         if threads is not None:
             self.threads = threads
+        self.set_homes(homes)
         self.attach()
+
+    def set_homes(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> None:
+        """Trained weights have moved into host images of paged blocks, or out of them.
+
+        Between steps; waits for updates in flight. Their state is kept bit for bit.
+
+        Args:
+            homes: of all weights that live in images now.
+
+        Raises:
+            StateError: in the middle of a step.
+        """
+        for bucket in self._updates.rehome(homes):
+            self._show_state(bucket)
 
     def make_resident(self) -> None:
         """Move moments to the device and go on with torch's fused AdamW; host state is freed.

@@ -20,6 +20,7 @@ from ts_core.memory.arena import PinnedArena
 from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.device_update import DTYPE_NAMES
 from ts_core.optim.gradients import Gradients, Sealed
+from ts_core.optim.homed import HomedLayout
 from ts_core.optim.layout import FlatLayout, Hyper, local
 from ts_core.optim.places import Place, Segment, Update
 from ts_core.optim.read_guard import Flight
@@ -49,6 +50,7 @@ class Bucket:
         counts: gradients of the step so far, per parameter.
         order: of its last gradient among all buckets' (the update order is the reverse).
         closed: all gradients of the step are here.
+        home: of the only parameter, when it lives in the image of a paged block.
         flight: the last update while it is (or may be) on its way.
     """
 
@@ -70,6 +72,8 @@ class Bucket:
         self.used: Hyper | None = None
         self.flight: Flight | None = None
         self.place = place
+        self.home = layout.home if isinstance(layout, HomedLayout) else None
+        self._task = -1
         self._copies = copies
         self._arena = arena
         self._sealed: Sealed | None = None
@@ -78,7 +82,8 @@ class Bucket:
         self._flat = layout.flat()
 
     def _new_gradients(self) -> Gradients:
-        return Gradients(self.layout, self._copies, self._arena, not self.place.on_device)
+        to_host = self.home is not None or not self.place.on_device
+        return Gradients(self.layout, self._copies, self._arena, to_host)
 
     def host_bytes(self) -> int:
         """Host memory of state, gradients and what crosses the link."""
@@ -98,13 +103,15 @@ class Bucket:
         Raises:
             StateError: more passes than expected.
         """
+        task = torch._C._current_graph_task_id()
+        another_part = self.home is not None and task != -1 and task == self._task
         if self.closed:
             raise StateError(
                 f"a parameter of shape {tuple(grad.shape)} received a gradient after the step's "
                 f"last one: its {self.counts[position]} backward passes were complete. Set "
                 f"accumulation_steps before the first backward of a step, and call step() in time."
             )
-        if self.counts[position] >= expected:
+        if self.counts[position] >= expected and not another_part:
             raise StateError(
                 f"a parameter of shape {tuple(grad.shape)} received gradient number "
                 f"{self.counts[position] + 1} before step(), but accumulation_steps={expected}. "
@@ -114,26 +121,29 @@ class Bucket:
         self.finish()  # the last update still reads the memory that gradients come into
         if position in self._pending:
             self._absorb()
-        self.counts[position] += 1
+        self._task = task
+        self.counts[position] += not another_part
         self.order = order
         grad = local(grad.detach())
         if grad.dtype is not self.layout.dtype:
             grad = grad.to(self.layout.dtype)
         self._pending[position] = grad
         if len(self._pending) == len(self.params):
-            self._absorb()
+            self._absorb(not another_part)
 
     def complete(self, expected: int) -> bool:
-        """Whether every parameter has all its gradients of the step."""
+        """Whether every parameter is known to have all its gradients of the step."""
+        if self.home is not None and self.home.in_parts:
+            return False
         return all(count == expected for count in self.counts)
 
     def started(self) -> bool:
         """Whether any gradient of the step has come."""
         return any(self.counts)
 
-    def _absorb(self) -> None:
+    def _absorb(self, first: bool = True) -> None:
         pending, self._pending = self._pending, {}
-        self._gradients.absorb(pending, self.counts)
+        self._gradients.absorb(pending, self.counts, first)
 
     def close(self, norm: torch.Tensor | None) -> bool:
         """All gradients of the step are here.
@@ -204,6 +214,7 @@ class Bucket:
         self._pending.clear()
         self._gradients.reset()
         self._sealed = None
+        self._task = -1
         self.counts = [0] * len(self.params)
         self.closed = False
         self.used = None
@@ -216,12 +227,13 @@ class Bucket:
         On the calling thread, before reads of the parameters are guarded.
         """
         assert self._sealed is not None
+        readers = self.layout.begin_update()
         update = Update(
             target=self._flat,
             gradients=self._sealed,
             segments=list(self._segments()),
             hyper=hyper,
-            behind=self._copies.record_compute(),
+            behind=[self._copies.record_compute()] if readers is None else readers,
         )
         for position, count in enumerate(self.counts):
             if count:
@@ -235,9 +247,11 @@ class Bucket:
                 if segment.offset <= offset < segment.offset + max(segment.size, 1):
                     self.steps[position] = segment.step - 1
 
-    def flew(self, job: Future[Event | None]) -> Flight:
-        """`job` runs the update."""
-        self.flight = Flight(job, self._copies)
+    def flew(self, job: Future[Event | None], guards: bool) -> Flight:
+        """`job` runs the update; `guards`: reads wait for it by themselves."""
+        self.flight = Flight(job, self._copies, guards)
+        if self.home is not None:
+            self.home.writer = self.flight
         return self.flight
 
     def finish(self) -> None:
@@ -248,12 +262,17 @@ class Bucket:
 
     def move(self, place: Place) -> None:
         """Keep the state in another place from now on (between steps, after `finish`)."""
-        for name in ("exp_avg", "exp_avg_sq", *(["master"] if self.has_master else [])):
+        for name in self.state_names:
             values = torch.empty(self.layout.numel)
             self.place.read(name, 0, values)
             place.write(name, 0, values)
         self.place = place
         self._gradients = self._new_gradients()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the values kept per parameter value."""
+        return ("exp_avg", "exp_avg_sq", *(("master",) if self.has_master else ()))
 
     @property
     def has_master(self) -> bool:
@@ -268,14 +287,22 @@ class Bucket:
                 start += 1
                 continue
             end = start + 1
-            while (
-                end < len(self.params) and self.counts[end] and self.steps[end] == self.steps[start]
-            ):
+            while end < len(self.params) and self._continues(start, end):
                 end += 1
             offset = self.layout.offsets[start]
             stop = self.layout.offsets[end - 1] + self.layout.sizes[end - 1]
-            yield Segment(offset, stop - offset, self.steps[start] + 1)
+            base = self.layout.bases[start]
+            yield Segment(offset, stop - offset, self.steps[start] + 1, base)
             start = end
+
+    def _continues(self, start: int, end: int) -> bool:
+        """Whether the parameter `end` belongs to the run of neighbours from `start` on."""
+        offsets, bases = self.layout.offsets, self.layout.bases
+        return (
+            bool(self.counts[end])
+            and self.steps[end] == self.steps[start]
+            and bases[end] - bases[start] == offsets[end] - offsets[start]
+        )
 
     def keep_master(self, position: int) -> None:
         """The master copy was loaded: do not overwrite it from the parameter at the next update."""
@@ -283,6 +310,20 @@ class Bucket:
         self.layout.foreign_writes()
         self._flat = self.layout.flat()
         self.place.take_rounded(offset, self._flat[offset : offset + size])
+
+
+def carry_state(olds: Sequence[Bucket], news: Sequence[Bucket]) -> None:
+    """Give `news` the steps and state that `olds` have for the same parameters, bit for bit."""
+    where = {param: (bucket, p) for bucket in olds for p, param in enumerate(bucket.params)}
+    for bucket in news:
+        for position, param in enumerate(bucket.params):
+            old, old_position = where[param]
+            bucket.steps[position] = old.steps[old_position]
+            size = bucket.layout.sizes[position]
+            for name in bucket.state_names:
+                values = torch.empty(size)
+                old.place.read(name, old.layout.offsets[old_position], values)
+                bucket.place.write(name, bucket.layout.offsets[position], values)
 
 
 def _measure(flat: torch.Tensor, runs: Sequence[tuple[int, int]], threads: int) -> Measured:

@@ -18,7 +18,7 @@ from ts_core.errors import OutOfBudgetError
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.device_update import DeviceState, update_on_device
 from ts_core.optim.places import Place, Update, pinned_zeros
-from ts_core.transfer import edges
+from ts_core.transfer import PendingCopy, edges
 
 
 class DeviceWork:
@@ -70,6 +70,7 @@ class DevicePlace(Place):
         work: stream of the updates.
         arena: where pinned state comes from.
         name: "resident" (state in device memory) or "zero_copy" (in pinned RAM).
+        in_place: the parameters' memory is the host's, and the device updates them there.
 
     Raises:
         OutOfBudgetError: "zero_copy" on a GPU, and no more memory can be page-locked.
@@ -78,7 +79,12 @@ class DevicePlace(Place):
     on_device = True
 
     def __init__(
-        self, target: torch.Tensor, work: DeviceWork, arena: PinnedArena, name: str
+        self,
+        target: torch.Tensor,
+        work: DeviceWork,
+        arena: PinnedArena,
+        name: str,
+        in_place: bool = False,
     ) -> None:
         self.name = name
         resident = name == "resident"
@@ -86,13 +92,14 @@ class DevicePlace(Place):
         where = work.device.torch_device if resident else None
         make = (lambda n, d: torch.zeros(n, dtype=d, device=where)) if resident else None
         self.state = _state(target, make or pinned_zeros(arena))
-        if name == "zero_copy" and target.is_cuda:
-            _require_pinned(self.state, arena)
+        if work.device.kind == "cuda":
+            linked = self.state.tensors() if name == "zero_copy" else []
+            _require_pinned([*linked, *([target] if in_place else [])], arena)
 
     def update(self, update: Update, scale: float) -> Event | None:
+        device = self._work.device
         gradient = update.gradients.flat
-        behind = update.gradients.behind
-        after = [update.behind] if behind is None else [update.behind, behind]
+        after = [*_queued(update.behind), *update.gradients.ready(device)]
 
         def work() -> None:
             for segment in update.segments:
@@ -105,6 +112,7 @@ class DevicePlace(Place):
                     segment.step,
                     scale,
                     over_link=self.name != "resident",
+                    device=device.torch_device,
                 )
 
         event = self._work.launch(work, after)
@@ -133,9 +141,15 @@ class DevicePlace(Place):
         return sum(t.numel() * t.element_size() for t in self.state.tensors())
 
 
-def _require_pinned(state: DeviceState, arena: PinnedArena) -> None:
+def _queued(readers: Sequence[Event]) -> list[Event]:
+    """Events that a stream can wait for; those of copies that never started are left out."""
+    events = [r.started() if isinstance(r, PendingCopy) else r for r in readers]
+    return [event for event in events if event is not None]
+
+
+def _require_pinned(tensors: Sequence[torch.Tensor], arena: PinnedArena) -> None:
     """A GPU faults on memory that is not page-locked."""
-    if not all(tensor.is_pinned() for tensor in state.tensors() if tensor.numel()):
+    if not all(tensor.is_pinned() for tensor in tensors if tensor.numel()):
         raise OutOfBudgetError(
             f"optimizer state for a device kernel must be page-locked, and no more memory could "
             f"be: {arena.refusal or 'the limit is reached'}. Raise the limit (`ulimit -l`, see "

@@ -58,6 +58,7 @@ def update_on_device(
     scale: float,
     *,
     over_link: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """One AdamW update (Loshchilov & Hutter, arXiv:1711.05101) in place, on the current stream.
 
@@ -70,21 +71,23 @@ def update_on_device(
         scale: factor on the gradients (clipping).
         over_link: the state is in pinned host memory; uses few programs, so that the computation
             beside it goes on.
+        device: that does it, when `param` is in pinned host memory too; else that of `param`.
 
     Raises:
         NotAvailableError: a CUDA device without Triton.
     """
     if param.numel() == 0:
         return
-    if param.device.type == "cpu":
+    device = device or param.device
+    if device.type == "cpu":
         update_on_host(param, grad, state, hyper, step, scale, 0)
         return
     kernel = _kernel()
     s = scalars(hyper, step, scale)
     blocks = -(-param.numel() // _BLOCK)
-    programs = min(blocks, _link_programs(param.device) if over_link else 8192)
+    programs = min(blocks, _link_programs(device) if over_link else 8192)
     master = param if state.master is None else state.master
-    with torch.cuda.device(param.device):
+    with torch.cuda.device(device):
         kernel[(programs,)](
             param,
             grad,

@@ -41,6 +41,15 @@ class Sealed:
         self.extra.clear()
         return self.flat
 
+    def ready(self, device: Device) -> list[Event]:
+        """Events after which `flat` may be read by the device (worker thread).
+
+        Waits for parts that the host has to sum.
+        """
+        if self.extra:
+            self.land(device)
+        return [event for event in (self.behind, self.arrived) if event is not None]
+
 
 class Gradients:
     """Collects gradients where the update will read them.
@@ -81,8 +90,16 @@ class Gradients:
         return 0 if held is None else held.numel() * held.element_size()
 
     @torch.no_grad()
-    def absorb(self, pending: dict[int, torch.Tensor], counts: Sequence[int]) -> None:
-        """Take gradients of one backward; `counts` are the passes so far, these included."""
+    def absorb(
+        self, pending: dict[int, torch.Tensor], counts: Sequence[int], new: bool = True
+    ) -> None:
+        """Take gradients of one backward; `counts` are the passes so far, these included.
+
+        Args:
+            pending: by position.
+            counts: passes per position.
+            new: False for another part of gradients that have been taken already.
+        """
         if not pending:
             return
         if self._layout.many:
@@ -100,7 +117,7 @@ class Gradients:
             return
         assert self._host is not None
         behind = self._copies.record_compute()
-        if counts[0] == 1:
+        if counts[0] == 1 and new:
             self._single = flat
             self._arrived = self._copies.d2h(self._host, flat, after=behind)
         else:

@@ -31,16 +31,34 @@ _SHARES = 50
 
 @dataclass(frozen=True)
 class Piece:
-    """One bucket, for the split: values, bytes of the parameter, and whether it has a master."""
+    """One bucket, for the split.
+
+    Attributes:
+        values: parameter values.
+        param_bytes: of the parameter.
+        has_master: whether there is an fp32 copy of it.
+        paged: the parameter is in host memory: updates by the device read and write it there.
+        host_only: the device cannot reach it there.
+    """
 
     values: int
     param_bytes: int
     has_master: bool
+    paged: bool = False
+    host_only: bool = False
 
     @property
     def state_bytes(self) -> int:
         """fp32 state of the bucket, in bytes."""
         return self.values * (12 if self.has_master else 8)
+
+    def link_bytes(self, place: str) -> int:
+        """What an update in this place moves over the link, in the busier direction."""
+        if place == "host":  # the gradient one way, new values the other
+            return self.param_bytes
+        state = 0 if place == "resident" else self.state_bytes
+        # Paged: besides the weight itself its gradient, which has left the device before.
+        return state + (2 * self.param_bytes if self.paged else 0)
 
 
 @dataclass(frozen=True)
@@ -75,9 +93,9 @@ def split(
     Returns:
         The split with the least time.
     """
-    places = ["zero_copy"] * len(pieces)
+    places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
-        if pieces[index].state_bytes <= room_bytes:
+        if pieces[index].state_bytes <= room_bytes and not pieces[index].host_only:
             places[index] = "resident"
             room_bytes -= pieces[index].state_bytes
     candidates = [
@@ -99,17 +117,15 @@ def _with_host_share(
     for index, piece in enumerate(pieces):
         if chosen[index] == "resident":
             continue
+        if piece.host_only:
+            owed -= piece.values * (1 - share)
+            continue
         owed += share * piece.values
         if owed >= piece.values / 2 and share > 0:
             chosen[index] = "host"
             owed -= piece.values
     on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
-    link_bytes = sum(
-        # Host: the gradient one way, new values the other. Zero copy: state both ways.
-        piece.param_bytes if place == "host" else piece.state_bytes
-        for piece, place in zip(pieces, chosen, strict=True)
-        if place != "resident"
-    )
+    link_bytes = sum(piece.link_bytes(place) for piece, place in zip(pieces, chosen, strict=True))
     both = on_host and "zero_copy" in chosen
     host_rate = rates.host * host_factor * (HOST_BESIDE_LINK if both else 1.0)
     link_rate = rates.link * (LINK_BESIDE_HOST if both else 1.0)
@@ -143,6 +159,12 @@ class HybridSplit:
         self._rates: Rates | None = None
         self.last: Split | None = None
 
+    def start_again(self) -> None:
+        """The buckets are others now: split them as at first, with the rates known."""
+        self._steps = 0
+        self._corrections = 0
+        self.last = None
+
     def after_step(self, optimizer: OffloadAdamW) -> None:
         """Called at the end of each step()."""
         self._steps += 1
@@ -150,8 +172,8 @@ class HybridSplit:
             return
         self._corrections += 1
         optimizer.synchronize()
-        if self._rates is None:
-            self._rates = self._measure()
+        if self._rates is None or self.last is None:
+            self._rates = self._rates or self._measure()
             self._apply(optimizer, "measured")
         else:
             self._correct(optimizer)
@@ -173,6 +195,8 @@ class HybridSplit:
                 bucket.layout.numel,
                 bucket.layout.numel * bucket.layout.dtype.itemsize,
                 bucket.has_master,
+                bucket.home is not None,
+                bucket.home is not None and not bucket.home.addressable(self._device),
             )
             for bucket in optimizer.buckets
         ]

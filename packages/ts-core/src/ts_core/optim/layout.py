@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from ts_core.device.base import Event
 from ts_core.errors import StateError
 
 SMALL_BYTES = 1 << 20
@@ -77,6 +80,8 @@ class FlatLayout:
         offsets: of each parameter, in elements.
         sizes: of each parameter, in elements.
         numel: of the whole piece, padding between parameters included.
+        bases: per parameter, where its random bits start (stochastic rounding): a multiple of PAD
+            that depends on its place in the optimizer alone, not on how parameters are grouped.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -89,6 +94,7 @@ class FlatLayout:
             self.offsets.append(offset)
             offset += -(-size // PAD) * PAD if len(params) > 1 else size
         self.numel = offset
+        self.bases = list(self.offsets)
         alone = len(params) == 1 and local(params[0]).is_contiguous()
         self._flat = None if alone else self._rehome()
         self._seen = [(-1, -1)] * len(self.params)
@@ -112,6 +118,19 @@ class FlatLayout:
         """One parameter's part of a flat [numel] tensor, in its shape."""
         offset, size = self.offsets[position], self.sizes[position]
         return flat[offset : offset + size].view(local(self.params[position].data).shape)
+
+    def writing(self) -> AbstractContextManager[object]:
+        """To be open while an update is queued."""
+        return contextlib.nullcontext()
+
+    def begin_update(self) -> list[Event] | None:
+        """New values are about to be queued.
+
+        Returns:
+            Events that the write must wait for; None for everything queued on the compute stream
+            so far, which may read the old values.
+        """
+        return None
 
     def note_values(self, positions: Sequence[int] | None = None) -> None:
         """The parameters' present values are ours (all, or those at `positions`)."""

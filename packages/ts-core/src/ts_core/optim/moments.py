@@ -58,7 +58,7 @@ class Moments:
 
     def pointers(self, offset: int) -> dict[str, int | str]:
         """Arguments of `_native.adamw_step` for values from `offset` (a block's start) on."""
-        found: dict[str, int | str] = {"moments": self.kind, "seed": self.seed, "base": offset}
+        found: dict[str, int | str] = {"moments": self.kind, "seed": self.seed}
         for name in NAMES:
             stored = self.stored[name]
             found[f"{name}_ptr"] = stored.data_ptr() + offset * stored.element_size()

@@ -16,6 +16,7 @@ from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import NormParts, Verdict
 from ts_core.optim.options import StepOptions
+from ts_core.optim.places import Update
 from ts_core.transfer import CopyEngine
 
 
@@ -138,8 +139,18 @@ class UpdatePipeline:
         trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
         if bucket.used is None:  # not during backward: what was written since the close counts
             bucket.take_foreign_values()
-        bucket.mark_written()
-        update = bucket.take_update(hyper)
+        guards = self.guards(trained)
+        with bucket.layout.writing():
+            bucket.mark_written()
+            job = self._queue(bucket, bucket.take_update(hyper), verdict)
+            flight = bucket.flew(job, guards)
+        if guards:
+            read_guard.guard(trained, flight)
+        return flight
+
+    def _queue(
+        self, bucket: Bucket, update: Update, verdict: Future[Verdict] | None
+    ) -> Future[Event | None]:
         place = bucket.place
         averaged = self._averaged.pop(bucket, None)
 
@@ -159,10 +170,7 @@ class UpdatePipeline:
         job = worker.submit(work)
         if place.on_device and verdict is None:
             self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
-        flight = bucket.flew(job)
-        if self.guards(trained):
-            read_guard.guard(trained, flight)
-        return flight
+        return job
 
     def guards(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether reads of these wait by themselves; else step() waits, or the caller does."""

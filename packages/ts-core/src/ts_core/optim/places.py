@@ -20,18 +20,19 @@ from ts_core.optim.device_update import DTYPE_NAMES
 from ts_core.optim.gradients import Sealed
 from ts_core.optim.layout import Hyper
 from ts_core.optim.moments import Moments
-from ts_core.transfer import CopyEngine, edges
+from ts_core.transfer import CopyEngine, PendingCopy, edges
 
 NAMES = ("host", "zero_copy", "resident")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of values with a gradient and the same step count."""
+    """A run of values with a gradient and the same step count; `base` counts its random bits."""
 
     offset: int
     size: int
     step: int
+    base: int = 0
 
 
 @dataclass
@@ -39,18 +40,18 @@ class Update:
     """One queued update of a bucket.
 
     Attributes:
-        target: the parameters' flat memory on the device.
+        target: the parameters' flat memory (on the device, or in the image of a paged block).
         gradients: complete for this step.
         segments: what has a gradient.
         hyper: hyper-parameters.
-        behind: event on the compute stream after the last read of the old values.
+        behind: events after the last reads of the old values.
     """
 
     target: torch.Tensor
     gradients: Sealed
     segments: Sequence[Segment]
     hyper: Hyper
-    behind: Event
+    behind: Sequence[Event]
 
 
 class Place(ABC):
@@ -118,6 +119,7 @@ class HostPlace(Place):
         threads: returns the number of host threads (0: all usable cores).
         piece: values per native call and copy, so that long tensors overlap with the link.
         pinned: keep the state in page-locked memory.
+        in_place: the parameters' memory is the host's, and they are updated there.
     """
 
     name = "host"
@@ -134,6 +136,7 @@ class HostPlace(Place):
         threads: Callable[[], int],
         piece: int,
         pinned: bool,
+        in_place: bool = False,
     ) -> None:
         numel, dtype = target.numel(), target.dtype
         empty = pinned_zeros(arena) if pinned else None
@@ -148,18 +151,21 @@ class HostPlace(Place):
             self.master = (empty or _zeros)(numel, torch.float32)
             self.master.copy_(target)
         self._param_h: torch.Tensor | None = None
-        if self._device.separate_memory:
+        if self._device.separate_memory and not in_place:
             self._param_h = arena.empty((numel,), dtype, tag="parameters")
             self._param_h.copy_(target)
 
     def update(self, update: Update, scale: float) -> Event | None:
         gradient = update.gradients.land(self._device)
+        if self._param_h is None:
+            for reader in update.behind:
+                self._wait(reader)
         start = time.perf_counter()
         event = None
         for segment in update.segments:
             for offset in range(segment.offset, segment.offset + segment.size, self._piece):
                 size = min(self._piece, segment.offset + segment.size - offset)
-                self._native(update, gradient, offset, size, segment.step, scale)
+                self._native(update, gradient, offset, size, segment, scale)
                 if self._param_h is not None:
                     end = offset + size
                     event = self._copies.h2d(
@@ -168,13 +174,18 @@ class HostPlace(Place):
         self.seconds = time.perf_counter() - start
         return event
 
+    def _wait(self, reader: Event) -> None:
+        event = reader.started() if isinstance(reader, PendingCopy) else reader
+        if event is not None:
+            self._device.host_wait(event)
+
     def _native(
         self,
         update: Update,
         gradient: torch.Tensor,
         offset: int,
         size: int,
-        step: int,
+        segment: Segment,
         scale: float,
     ) -> None:
         edges.pause_thread()
@@ -192,9 +203,10 @@ class HostPlace(Place):
             beta2=hyper.beta2,
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,
-            step=step,
+            step=segment.step,
             grad_scale=scale,
             threads=self._threads(),
+            base=segment.base + offset - segment.offset,
             **self.moments.pointers(offset),  # type: ignore[arg-type]
         )
         edges.pause_thread()

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -68,11 +68,13 @@ class Flight:
         job: the queued update; its result is the event of the new values' arrival on the device,
             or None when they are there as soon as it has run.
         copies: the link's engine, through which streams wait.
+        guards: whether reads are to wait by themselves.
     """
 
-    def __init__(self, job: Future[Event | None], copies: CopyEngine) -> None:
+    def __init__(self, job: Future[Event | None], copies: CopyEngine, guards: bool = True) -> None:
         self._job = job
         self._copies = copies
+        self._guards = guards
 
     def wait(self) -> bool:
         """Make the calling thread, and its compute stream, wait for the new values.
@@ -88,6 +90,36 @@ class Flight:
             return True
         self._copies.wait_compute(event)
         return event.query()
+
+    # What a pager asks (`ts_core.store.homes.Writer`).
+
+    def ran(self) -> bool:
+        """Whether the host's part is over."""
+        return self._job.done()
+
+    def when_run(self, callback: Callable[[], None]) -> None:
+        """Call back once it is, from the thread that ends it (or at once)."""
+        self._job.add_done_callback(lambda _: callback())
+
+    def result(self) -> Event | None:
+        """Wait until it has run; the event of the device's part. Raises what the update raised."""
+        return self._job.result()
+
+    def landed(self) -> bool:
+        """Whether the new values are there (an update that failed never lands)."""
+        if not self._job.done() or self._job.exception() is not None:
+            return False
+        event = self._job.result()
+        return event is None or event.query()
+
+    def guard(self, param: nn.Parameter) -> None:
+        """Make reads of `param` wait, if they are to."""
+        if self._guards and can_guard([param]):
+            guard([param], self)
+
+    def release(self, param: nn.Parameter) -> None:
+        """Let reads of `param` go on."""
+        release([param])
 
     def settle(self) -> None:
         """Block until the update has run, whatever came of it (readers learn of an error)."""

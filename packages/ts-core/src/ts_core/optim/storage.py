@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,8 +11,10 @@ from ts_core.errors import OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.device_places import DevicePlace, DeviceWork
-from ts_core.optim.layout import FlatLayout, is_sharded, local, partition
+from ts_core.optim.homed import HomedLayout
+from ts_core.optim.layout import PAD, FlatLayout, is_sharded, local, partition
 from ts_core.optim.places import NAMES, HostPlace, Place
+from ts_core.store.homes import TrainedHome
 from ts_core.transfer import CopyEngine
 
 _PIECES_PER_HOST_CALL = 16
@@ -29,6 +31,9 @@ class Storage:
         pinned: page-lock host state too.
         threads: returns the number of host threads.
         say: told when state cannot be where it was wanted.
+
+    Attributes:
+        homes: the trained weights that live in images of paged blocks.
     """
 
     def __init__(
@@ -52,6 +57,10 @@ class Storage:
         self._threads = threads
         self._say = say
         self._work: DeviceWork | None = None
+        self._bases: dict[torch.nn.Parameter, int] = {}
+        self._next_base = 0
+        self.homes: Mapping[torch.nn.Parameter, TrainedHome] = {}
+        self._said_not_pinned = False
 
     def use(self, device: Device | None, copies: CopyEngine | None, arena: PinnedArena) -> None:
         """Work for this device, over this link, with this host memory."""
@@ -65,20 +74,33 @@ class Storage:
                 f"{device.torch_device}. Wrap before the first step, or move the model there first."
             )
 
-    def buckets(
-        self, params: Sequence[torch.nn.Parameter], group_index: int, first: int
-    ) -> Iterator[Bucket]:
-        """Buckets for new parameters of one group; `first` is the number there are already."""
-        for number, members in enumerate(partition(params)):
-            copies = self._link_for(members[0])
-            if is_sharded(members[0]) and not local(members[0]).is_contiguous():
-                raise OptionError(
-                    f"a sharded parameter of shape {tuple(members[0].shape)} is not contiguous on "
-                    f"this process. Shard it along its first dimension."
-                )
-            layout = FlatLayout(members)
-            place = self._first_place(layout, self._seed * 1_000_003 + first + number)
-            yield Bucket(layout, group_index, copies, self.arena, place)
+    def buckets(self, params: Sequence[torch.nn.Parameter], group_index: int) -> Iterator[Bucket]:
+        """Buckets for parameters of one group."""
+        self._number(params)
+        elsewhere = [param for param in params if param not in self.homes]
+        layouts = [self._layout(members) for members in partition(elsewhere)]
+        layouts += [HomedLayout(self.homes[param]) for param in params if param in self.homes]
+        for layout in layouts:
+            layout.bases = [self._bases[param] for param in layout.params]
+            place = self._first_place(layout)
+            assert self.copies is not None
+            yield Bucket(layout, group_index, self.copies, self.arena, place)
+
+    def _number(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Give new parameters their random bits, in order and apart from each other."""
+        for param in params:
+            if param not in self._bases:
+                self._bases[param] = self._next_base
+                self._next_base += -(-param.numel() // PAD) * PAD
+
+    def _layout(self, members: Sequence[torch.nn.Parameter]) -> FlatLayout:
+        self._check_link(members[0])
+        if is_sharded(members[0]) and not local(members[0]).is_contiguous():
+            raise OptionError(
+                f"a sharded parameter of shape {tuple(members[0].shape)} is not contiguous on "
+                f"this process. Shard it along its first dimension."
+            )
+        return FlatLayout(members)
 
     def move(self, buckets: Sequence[Bucket], places: Sequence[str]) -> None:
         """Give each bucket the place named; state is copied bit for bit."""
@@ -92,30 +114,43 @@ class Storage:
             raise OptionError(
                 f"{self.kind} moments are kept by host threads only. Use moment_dtype='float32'."
             )
-        for number, (bucket, name) in enumerate(zip(buckets, places, strict=True)):
+        for bucket, name in zip(buckets, places, strict=True):
             if bucket.place.name != name:
-                bucket.move(self._place(name, bucket.layout, self._seed * 1_000_003 + number))
+                bucket.move(self._place(name, bucket.layout))
 
     def settle(self) -> None:
         """Wait until the device has finished with all state, so that it may be read or written."""
         if self._work is not None:
             self._work.stream.synchronize()
 
-    def _first_place(self, layout: FlatLayout, seed: int) -> Place:
+    def _first_place(self, layout: FlatLayout) -> Place:
         """Device updates where they may be wanted: what they take is measured before a split."""
         assert self.copies is not None
         linked = self.copies.device.separate_memory
         wanted = self.mode == "gpu" or (self.mode in ("auto", "hybrid") and linked)
-        if not wanted or self.kind != "float32":
-            return self._place("host", layout, seed)
+        if not wanted or self.kind != "float32" or not self._addressable(layout):
+            return self._place("host", layout)
         try:
-            return self._place("zero_copy", layout, seed)
+            return self._place("zero_copy", layout)
         except OutOfBudgetError as error:
             if self.mode == "gpu":
                 raise
             self.mode = "cpu"
             self._say(f"optimizer state stays with host threads: {error}")
-            return self._place("host", layout, seed)
+            return self._place("host", layout)
+
+    def _addressable(self, layout: FlatLayout) -> bool:
+        """Whether the device may update the values where they are."""
+        assert self.copies is not None
+        if not isinstance(layout, HomedLayout) or layout.home.addressable(self.copies.device):
+            return True
+        if not self._said_not_pinned:
+            self._said_not_pinned = True
+            self._say(
+                "weights of paged blocks that could not be page-locked are updated by host "
+                "threads, since the device cannot reach them"
+            )
+        return False
 
     def splits(self) -> bool:
         """Whether state may be split between places after some steps."""
@@ -136,8 +171,9 @@ class Storage:
             self._work = DeviceWork(self.copies.device, self.device_inflight_bytes())
         return self._work
 
-    def _place(self, name: str, layout: FlatLayout, seed: int) -> Place:
+    def _place(self, name: str, layout: FlatLayout) -> Place:
         target = layout.flat()
+        in_place = isinstance(layout, HomedLayout)
         if name == "host":
             assert self.copies is not None
             return HostPlace(
@@ -145,14 +181,15 @@ class Storage:
                 self.copies,
                 self.arena,
                 kind=self.kind,
-                seed=seed,
+                seed=self._seed,
                 threads=self._threads,
                 piece=self._chunk * _PIECES_PER_HOST_CALL,
                 pinned=self._pinned,
+                in_place=in_place,
             )
-        return DevicePlace(target, self.device_work(), self.arena, name)
+        return DevicePlace(target, self.device_work(), self.arena, name, in_place)
 
-    def _link_for(self, param: torch.nn.Parameter) -> CopyEngine:
+    def _check_link(self, param: torch.nn.Parameter) -> None:
         here = local(param.data).device
         if self.device is None:
             self.device = resolve_device(here)
@@ -163,4 +200,3 @@ class Storage:
                 f"a parameter of shape {tuple(param.shape)} is on {here}, the optimizer works for "
                 f"{self.device.torch_device}. Move the model before the first step."
             )
-        return self.copies

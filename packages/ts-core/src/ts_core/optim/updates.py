@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from ts_core.errors import OptionError, StateError
 from ts_core.optim import checks
 from ts_core.optim.backwards import BackwardWatch
-from ts_core.optim.buckets import Bucket
+from ts_core.optim.buckets import Bucket, carry_state
 from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.layout import Hyper
@@ -23,6 +23,7 @@ from ts_core.optim.options import StepOptions
 from ts_core.optim.pipeline import UpdatePipeline
 from ts_core.optim.rates import measure_rates
 from ts_core.optim.storage import Storage
+from ts_core.store.homes import TrainedHome
 
 
 class Updates:
@@ -77,11 +78,16 @@ class Updates:
         first = len(self.buckets)
         for group_index, group in enumerate(groups):
             new = [param for param in group["params"] if param not in self.where]
-            for bucket in self.storage.buckets(new, group_index, len(self.buckets)):
+            for bucket in self.storage.buckets(new, group_index):
                 index = len(self.buckets)
                 self.buckets.append(bucket)
                 for position, param in enumerate(bucket.params):
                     self.where[param] = (index, position)
+        self._prepare()
+        yield from self.buckets[first:]
+
+    def _prepare(self) -> None:
+        """What depends on the buckets there are."""
         storage = self.storage
         assert storage.copies is not None
         self.pipeline.prepare_norms(len(self.buckets), storage.copies, storage.arena)
@@ -94,7 +100,45 @@ class Updates:
                 self.room_bytes,
                 self._say,
             )
-        yield from self.buckets[first:]
+
+    def rehome(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> list[Bucket]:
+        """Trained weights have moved into images of paged blocks, or out of them.
+
+        Buckets that hold such weights are made anew; their state is kept bit for bit. Between
+        steps; waits for updates in flight.
+
+        Args:
+            homes: of all weights that live in images now.
+
+        Returns:
+            The new buckets.
+        """
+        self.refuse_mid_step("moving weights")
+        self.settle()
+        before, self.storage.homes = self.storage.homes, dict(homes)
+        moved = {p for p in (*before, *homes) if before.get(p) is not homes.get(p)}
+        old = [bucket for bucket in self.buckets if moved.intersection(bucket.params)]
+        if not old:
+            return []
+        kept = [bucket for bucket in self.buckets if bucket not in old]
+        new: list[Bucket] = []
+        for group_index in sorted({bucket.group_index for bucket in old}):
+            olds = [bucket for bucket in old if bucket.group_index == group_index]
+            found = list(
+                self.storage.buckets([p for bucket in olds for p in bucket.params], group_index)
+            )
+            carry_state(olds, found)
+            new += found
+        self.buckets[:] = kept + new
+        self.where = {
+            param: (index, position)
+            for index, bucket in enumerate(self.buckets)
+            for position, param in enumerate(bucket.params)
+        }
+        self._prepare()
+        if self.split is not None:
+            self.split.start_again()
+        return new
 
     def room_bytes(self) -> int:
         """Device memory that state may take: what a step's peak leaves below the headroom."""

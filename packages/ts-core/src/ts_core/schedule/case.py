@@ -92,6 +92,8 @@ class Case:
             "slots": max(sizes, default=0) * min(self.slot_count, len(paged)),
             **self.rest,
         }
+        if "gradients" in self.rest and self.machine.counts_fixed:
+            predicted["gradients"] = self.model.gradients(paged)
         predicted["total"] = sum(predicted.values())
         return predicted
 

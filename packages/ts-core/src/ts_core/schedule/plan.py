@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ts_core.schedule.rates import HardwareProfile
@@ -38,10 +39,11 @@ class ModelProfile:
     """What a model asks of memory.
 
     Attributes:
-        pageable: per block, bytes of its weights that can be paged (one image).
+        pageable: per block, bytes of its weights that can be paged, frozen and trained (one image).
         fixed_device: bytes that always stay on the device: everything outside the blocks, and
             the small tensors inside them.
-        trained: bytes of gradients of trained parameters that lie on the device at once.
+        trained: bytes of gradients of trained parameters that lie on the device at once, while
+            nothing is paged.
         host_state: bytes of host memory for optimizer state and gradients.
         in_host: bytes of pageable weights that lie in host memory already, and so are no longer
             part of what is available there.
@@ -51,6 +53,11 @@ class ModelProfile:
         transient: bytes of temporary tensors of one block's backward.
         head: bytes outside the blocks at the peak of the loss (logits and their gradient).
         work: for the predicted step time; None when unknown.
+        trained_pageable: per block, bytes of the trained weights in `pageable` (their gradients
+            take as many); empty for none.
+        gradients_wait: whether gradients wait on the device until the step's updates. Those of
+            paged weights never do.
+        gradients_leaving: the most bytes of gradients on their way off the device at once.
     """
 
     pageable: tuple[int, ...]
@@ -64,6 +71,16 @@ class ModelProfile:
     transient: int = 0
     head: int = 0
     work: Work | None = None
+    trained_pageable: tuple[int, ...] = ()
+    gradients_wait: bool = False
+    gradients_leaving: int = 0
+
+    def gradients(self, paged: Sequence[int]) -> int:
+        """Bytes of gradients that lie on the device at once while these blocks are paged."""
+        if not (self.gradients_wait and self.trained_pageable):
+            return self.trained
+        leave = sum(self.trained_pageable[index] for index in paged)
+        return self.trained - leave + min(leave, self.gradients_leaving)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,18 @@
-"""Where the bytes of a block's frozen weights live, and which of them are on the device now."""
+"""Where the bytes of a block's weights live, and which of them are on the device now."""
 
 from __future__ import annotations
 
+from ts_core.store.homes import TrainedHome
 from ts_core.store.images import BlockImage, build_image, pageable_leaves
 from ts_core.store.leaves import Leaf, tensor_leaves
 from ts_core.store.pager import ParamPager
 
-__all__ = ["BlockImage", "Leaf", "ParamPager", "build_image", "pageable_leaves", "tensor_leaves"]
+__all__ = [
+    "BlockImage",
+    "Leaf",
+    "ParamPager",
+    "TrainedHome",
+    "build_image",
+    "pageable_leaves",
+    "tensor_leaves",
+]

@@ -24,17 +24,20 @@ class Leaf:
         holder: the parameter itself, or the subclass instance that has it as an attribute.
         attribute: name of the attribute of `holder`, or None when the leaf is the parameter.
         owner: the parameter.
+        trained: whether an optimizer changes it (then it is the parameter itself).
     """
 
     name: str
     holder: Any
     attribute: str | None
     owner: torch.Tensor
+    trained: bool = False
 
     def get(self) -> torch.Tensor:
-        """The tensor that is there now."""
+        """The tensor that is there now, without waiting for an update in flight."""
         if self.attribute is None:
-            data: torch.Tensor = self.holder.data
+            with torch._C.DisableTorchFunctionSubclass():
+                data: torch.Tensor = self.holder.data
             return data
         inner: torch.Tensor = getattr(self.holder, self.attribute)
         return inner
@@ -42,9 +45,15 @@ class Leaf:
     def set(self, tensor: torch.Tensor) -> None:
         """Put `tensor` (same shape and dtype, any address or device) in its place."""
         if self.attribute is None:
-            self.holder.data = tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                self.holder.data = tensor
         else:
             setattr(self.holder, self.attribute, tensor)
+
+    def version(self) -> int:
+        """The parameter's count of in-place writes, without waiting for an update in flight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.owner._version
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
+from ts_core.device.base import Event
 from ts_core.errors import StateError
+from ts_core.store.homes import DeferredLoad, TrainedHome
 from ts_core.store.images import BlockImage
+from ts_core.store.leaves import Leaf
 from ts_core.transfer import CopyEngine, Slot, SlotRing
 
 
@@ -33,13 +37,26 @@ class SavedView:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    leaf: Leaf | None = None
+    version: int = 0
 
     def tensor(self) -> torch.Tensor:
         """The same view, in whatever slot the block is in now (it is loaded if in none).
 
         A copy in memory of its own when the backward itself is recorded (create_graph=True), as
         its nodes keep what they read.
+
+        Raises:
+            RuntimeError: the weight was written since, in place or by an optimizer, as torch raises
+                for weights that do not stream.
         """
+        if self.leaf is not None and self.leaf.version() != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {self.leaf.name} of block {self.image.index} (streamed) is "
+                f"at version {self.leaf.version()}; expected version {self.version} instead. "
+                f"Finish the backward before the weight is updated or written."
+            )
         slot = self.pager.require(self.image)
         empty = torch.empty(0, dtype=self.dtype, device=slot.buffer.device)
         start = slot.buffer.storage_offset() // empty.element_size()
@@ -58,7 +75,7 @@ class PagerStats:
 
 
 class ParamPager:
-    """Streams the frozen weights of some blocks through a ring of device slots.
+    """Streams the weights of some blocks through a ring of device slots.
 
     Args:
         images: by block index, in the order of the stack.
@@ -82,10 +99,16 @@ class ParamPager:
         self._slot_of: dict[int, Slot] = {}
         self._owner: dict[int, BlockImage] = {}
         self._bound: set[int] = set()
+        self._uses: set[int] = set()
         self._clock = 0
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._adopt(images)
+
+    def homes(self) -> list[TrainedHome]:
+        """Of the trained weights among those it moves."""
+        return [home for image in self.images.values() for home in image.homes]
 
     def enter(self, index: int, direction: int) -> None:
         """Called before a block computes, paged or not.
@@ -97,15 +120,18 @@ class ParamPager:
         with self._lock:
             self._check_open()
             image = self.images.get(index)
-            if image is not None and image.take_writes():
+            if image is not None and (image.take_writes() or image.stale):
                 self._drop(image)
             ahead = self._ahead(index, direction)
             room = len(self.ring.slots) - (image is not None)
             keep = {*ahead[:room], *([index] if image is not None else [])}
             if image is not None:
-                self._make_ready(image, keep)
-            for other in ahead[:room]:
+                self._count_use(image, direction)
+                self._assign(image, keep)
+            for other in ahead[:room]:  # before the wait below, which may be for an update
                 self._load(self.images[other], keep)
+            if image is not None:
+                self._make_ready(image, keep)
 
     def leave(self, index: int) -> None:
         """Called after a block's forward: outside it, its weights are those of the host image."""
@@ -123,6 +149,7 @@ class ParamPager:
         with self._lock:
             self._check_open()
             self._empty()
+            self._uses.clear()
             for index in self.order[: len(self.ring.slots)]:
                 self._load(self.images[index], set())
 
@@ -149,21 +176,49 @@ class ParamPager:
                 "trainstream: please report it with the model's code."
             )
         start = slot.buffer.storage_offset() // tensor.element_size()
+        offset = int(tensor.storage_offset()) - start
+        leaf = image.plain_leaf_at(offset * tensor.element_size())
+        if leaf is not None and leaf.version() != tensor._version:
+            leaf = None  # a view that does not share the weight's count (of `.data`, say)
         return SavedView(
             self,
             image,
             tensor.dtype,
-            int(tensor.storage_offset()) - start,
+            offset,
             tensor.shape,
             tuple(int(step) for step in tensor.stride()),
+            leaf,
+            tensor._version,
         )
 
     def release_all(self) -> None:
         """Bind every block to its host image, so that reads outside a step see stable values."""
         with self._lock:
+            self._uses.clear()
             for image in self.images.values():
-                if image.index in self._bound:
+                if image.stale:
+                    self._drop(image)
+                elif image.index in self._bound:
                     self._unbind(image)
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held while copies are started and weights bound."""
+        return self._lock
+
+    def reading(self, image: BlockImage) -> list[Event]:
+        """Events of copies that may still read the image; such as wait for an update are dropped.
+
+        Called with `lock` held, before the image is written.
+        """
+        slot = self._slot_of.get(image.index)
+        if slot is not None and isinstance(slot.ready, DeferredLoad) and slot.ready.waiting():
+            self._forget_slot(image)
+        loading = image.loading
+        if loading is None or loading.query():
+            image.loading = None
+            return []
+        return [loading]
 
     def invalidate(self, index: int) -> None:
         """The block's host image is about to be written: drop what a slot holds of it."""
@@ -200,6 +255,7 @@ class ParamPager:
             self._check_open()
             self._empty()
             self.images.update((image.index, image) for image in images)
+            self._adopt(images)
             self.order = sorted(self.images)
             try:
                 self._fit_ring(slot_count)
@@ -219,6 +275,11 @@ class ParamPager:
                 image.forget_views()
             self._closed = True
             self.ring.close()
+
+    def _adopt(self, images: Sequence[BlockImage]) -> None:
+        for image in images:
+            for home in image.homes:
+                home.pager = self
 
     def _fit_ring(self, slot_count: int) -> None:
         slot_bytes = max((image.size_bytes for image in self.images.values()), default=0)
@@ -256,7 +317,13 @@ class ParamPager:
             image.bind(slot.index, slot.buffer)
             self._bound.add(image.index)
 
-    def _ready_slot(self, image: BlockImage, keep: set[int]) -> Slot:
+    def _count_use(self, image: BlockImage, direction: int) -> None:
+        if direction > 0 and image.homes and torch.is_grad_enabled():
+            image.repeats = image.repeats or image.index in self._uses
+            self._uses.add(image.index)
+
+    def _assign(self, image: BlockImage, keep: set[int]) -> Slot:
+        """The slot that holds the image, or that a copy of it is on its way to."""
         slot = self._slot_of.get(image.index)
         if slot is None:
             self.stats.demand_loads += 1
@@ -265,6 +332,10 @@ class ParamPager:
                 raise StateError(
                     f"block {image.index} needs a slot and all {len(self.ring.slots)} are in use."
                 )
+        return slot
+
+    def _ready_slot(self, image: BlockImage, keep: set[int]) -> Slot:
+        slot = self._assign(image, keep)
         self._clock += 1
         slot.last_use = self._clock
         if not slot.waited:
@@ -286,7 +357,8 @@ class ParamPager:
             return None
         self._evict(slot)
         behind = self.copies.record_compute()
-        slot.ready = image.source.load(self.copies, slot.buffer[: image.size_bytes], behind)
+        slot.ready = image.loading = self._copy(image, slot.buffer[: image.size_bytes], behind)
+        image.stale = False
         slot.waited = False
         self._clock += 1
         slot.last_use = self._clock
@@ -295,6 +367,18 @@ class ParamPager:
         self.stats.loads += 1
         self.stats.load_bytes += image.size_bytes
         return slot
+
+    def _copy(self, image: BlockImage, dst_d: torch.Tensor, behind: Event) -> Event:
+        """Start the copy, or let it start when updates of the image's weights have run."""
+        writers = [home.writer for home in image.homes if home.writer is not None]
+        writers = [writer for writer in writers if not writer.landed()]
+        if not writers:
+            return image.source.load(self.copies, dst_d, behind)
+
+        def start(written: Sequence[Event]) -> Event:
+            return image.source.load(self.copies, dst_d, [behind, *written])
+
+        return DeferredLoad(writers, start)
 
     def _free_slot(self, keep: set[int]) -> Slot | None:
         candidates = [
@@ -319,6 +403,7 @@ class ParamPager:
         """Bind to the host image and forget the slot's copy."""
         self._unbind(image)
         self._forget_slot(image)
+        image.stale = False
 
     def _unbind(self, image: BlockImage) -> None:
         wrote = image.take_writes()

@@ -52,6 +52,12 @@ class PendingCopy:
             raise RuntimeError("a copy that was cancelled was waited for")
         return self._event
 
+    def started(self) -> Event | None:
+        """The same, but None when it failed or was cancelled: nothing is read any more then."""
+        self._settled.wait()
+        event = self._event
+        return event.started() if isinstance(event, PendingCopy) else event
+
     def cancel(self) -> None:
         """Have it stopped and wait until nothing more is queued; parts in flight go on."""
         self._cancelled = True
