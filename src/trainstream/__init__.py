@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from ts_hf import TrainStreamCallback as TrainStreamCallback
     from ts_hf import TrainStreamTrainer as TrainStreamTrainer
     from ts_hf import best_fit as best_fit
+    from ts_hf import causal_lm_logprobs as causal_lm_logprobs
     from ts_hf import load_model as load_model
     from ts_hf import merge_adapter as merge_adapter
     from ts_hf import pack_sequences as pack_sequences
+    from ts_hf import reference_logprobs as reference_logprobs
     from ts_hf import save_adapter as save_adapter
     from ts_hf import wrap_hf as wrap_hf
     from ts_kernels import add_rms_norm as add_rms_norm
@@ -76,9 +78,11 @@ _HOME = {
     "TrainStreamCallback": "ts_hf",
     "TrainStreamTrainer": "ts_hf",
     "best_fit": "ts_hf",
+    "causal_lm_logprobs": "ts_hf",
     "load_model": "ts_hf",
     "merge_adapter": "ts_hf",
     "pack_sequences": "ts_hf",
+    "reference_logprobs": "ts_hf",
     "save_adapter": "ts_hf",
     "wrap_hf": "ts_hf",
     "add_rms_norm": "ts_kernels",

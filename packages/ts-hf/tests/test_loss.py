@@ -96,14 +96,118 @@ def test_lora_in_the_layers_is_honoured(
     torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-6, atol=0)
 
 
-def test_lora_on_the_head_uses_the_models_own_loss(
-    tiny_model: Callable[..., Any], lora: Callable[..., Any]
+HEAD_LORA = {"target_modules": ["lm_head", "q_proj"]}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.filterwarnings("ignore:Model.*tie_word_embeddings:UserWarning")
+def test_lora_on_the_head_is_honoured(
+    tied: bool, tiny_model: Callable[..., Any], lora: Callable[..., Any]
+) -> None:
+    """Loss and gradients; and as it is at each use: switched off, scaled, merged."""
+    model = lora(tiny_model("llama", tie_word_embeddings=tied), **HEAD_LORA).train()
+    batch, chunked = _batch(), ChunkedLoss(5, pytest.fail)
+    assert chunked.applies(model, batch)
+
+    def check() -> float:
+        model.zero_grad()
+        loss, _ = chunked(model, batch, None)
+        loss.backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        model.zero_grad()
+        wanted = model(**batch).loss
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
+        return loss.item()
+
+    adapted = check()
+    head = model.base_model.model.lm_head
+    assert head.lora_A["default"].weight.requires_grad
+    head.scaling["default"] *= 8
+    assert abs(check() - adapted) > 1e-4
+    with model.disable_adapter(), torch.no_grad():
+        loss, _ = chunked(model, batch, None)
+        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-6, atol=0)
+    model.merge_adapter()
+    assert chunked.applies(model, batch)
+    loss, _ = chunked(model, batch, None)
+    torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*lora_bias=True:peft.utils.warning.PeftWarning")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({**HEAD_LORA, "lora_dropout": 0.1}, "has dropout"),
+        ({**HEAD_LORA, "use_dora": True}, "not plain LoRA"),
+        ({**HEAD_LORA, "lora_bias": True}, "has a bias"),
+        ({"modules_to_save": ["lm_head"]}, "its head is a ModulesToSaveWrapper"),
+    ],
+)
+def test_other_adapters_of_the_head_use_the_models_own_loss(
+    changes: dict[str, Any], reason: str, tiny_model: Callable[..., Any], lora: Callable[..., Any]
 ) -> None:
     said: list[str] = []
-    for changes in ({"target_modules": ["lm_head", "q_proj"]}, {"modules_to_save": ["lm_head"]}):
-        model = lora(tiny_model("llama", tie_word_embeddings=False), **changes)
-        assert not ChunkedLoss(4, said.append).applies(model, _batch())
-        assert "its head is a" in said.pop()
+    model = lora(tiny_model("llama", tie_word_embeddings=False), **changes).train()
+    assert not ChunkedLoss(4, said.append).applies(model, _batch())
+    assert len(said) == 1 and reason in said[0]
+    if reason == "has dropout":  # which is off in evaluation
+        assert ChunkedLoss(4, said.append).applies(model.eval(), _batch())
+
+
+def test_two_adapters_of_the_head_at_once(
+    tiny_model: Callable[..., Any], lora: Callable[..., Any]
+) -> None:
+    import peft
+
+    model = lora(tiny_model("llama", tie_word_embeddings=False), **HEAD_LORA)
+    model.add_adapter("other", peft.LoraConfig(r=2, task_type="CAUSAL_LM", **HEAD_LORA))
+    model.base_model.set_adapter(["default", "other"])
+    said: list[str] = []
+    chunked = ChunkedLoss(4, said.append)
+    assert not chunked.applies(model, _batch()) and "2 active adapters" in said[0]
+    model.base_model.set_adapter(["other"])
+    assert chunked.applies(model, _batch())
+
+
+def test_a_head_in_flight_is_not_taken_for_a_quantized_one(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a parameter may keep the class of one in flight; the kernel must not see it."""
+    from ts_core.optim import read_guard
+
+    class Copying:
+        """An update whose values are still crossing the link."""
+
+        def wait(self) -> bool:
+            return False
+
+    model, batch = tiny_model("llama", tie_word_embeddings=False), _batch()
+    chunked = ChunkedLoss(4, pytest.fail)
+    wanted, _ = chunked(model, batch, None)
+    wanted.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    seen: list[type] = []
+    kernel = registry.kernels.get(KERNEL)
+
+    class Watched:
+        @staticmethod
+        def fn(hidden: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(weight))
+            return kernel.fn(hidden, weight, *args, **kwargs)
+
+    monkeypatch.setattr(registry.kernels, "get", lambda name: Watched)
+    read_guard.guard([model.lm_head.weight], Copying())  # type: ignore[arg-type]
+    loss, _ = chunked(model, batch, None)
+    assert type(model.lm_head.weight) is read_guard.ParameterInFlight
+    read_guard.release([model.lm_head.weight])
+    loss.backward()
+    assert seen == [torch.Tensor]
+    assert torch.equal(loss, wanted) and torch.equal(model.lm_head.weight.grad, gradient)
 
 
 @pytest.mark.parametrize(

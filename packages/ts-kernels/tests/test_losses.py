@@ -136,3 +136,12 @@ def test_a_dpo_step_moves_the_right_way():
         weight -= 0.1 * grad
     after, good, bad = step()
     assert after < loss and (good > bad).all()
+
+
+def test_dpo_is_its_reference():
+    four = torch.randn(4, 7) * 5
+    for smoothing in (0.0, 0.3):
+        found = ts_kernels.dpo_loss(*four, beta=0.3, label_smoothing=smoothing)
+        wanted = ts_kernels.reference.dpo_loss(*four, beta=0.3, label_smoothing=smoothing)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)

@@ -126,6 +126,8 @@ KERNELS = (
     plugins.GATED_MLP,
     plugins.LORA_LINEAR,
     plugins.CHUNKED_CROSS_ENTROPY,
+    plugins.SEQUENCE_LOGPROBS,
+    plugins.DPO_LOSS,
 )
 PATCHES = (plugins.PATCH_BLOCKS, plugins.PATCH_LORA)
 

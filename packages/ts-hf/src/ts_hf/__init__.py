@@ -19,6 +19,9 @@ _HOMES = {
     "TrainStreamTrainer": "ts_hf.training.trainer",
     "TrainStreamCache": "ts_hf.cache",
     "TrainStreamCallback": "ts_hf.training.memory_log",
+    "causal_lm_logprobs": "ts_hf.losses",
+    "dpo_loss": "ts_hf.losses",
+    "reference_logprobs": "ts_hf.losses",
     "PackedCollator": "ts_hf.packing",
     "best_fit": "ts_hf.packing",
     "pack_sequences": "ts_hf.packing",
@@ -34,11 +37,14 @@ __all__ = [
     "TrainStreamCallback",
     "TrainStreamTrainer",
     "best_fit",
+    "causal_lm_logprobs",
     "demo_model_folder",
+    "dpo_loss",
     "find_decoder_layers",
     "load_model",
     "merge_adapter",
     "pack_sequences",
+    "reference_logprobs",
     "save_adapter",
     "wrap_hf",
 ]
@@ -50,6 +56,9 @@ if TYPE_CHECKING:
     from ts_hf.families import find_decoder_layers as find_decoder_layers
     from ts_hf.fill import LoadReport as LoadReport
     from ts_hf.loading import load_model as load_model
+    from ts_hf.losses import causal_lm_logprobs as causal_lm_logprobs
+    from ts_hf.losses import dpo_loss as dpo_loss
+    from ts_hf.losses import reference_logprobs as reference_logprobs
     from ts_hf.merging import merge_adapter as merge_adapter
     from ts_hf.packing import PackedCollator as PackedCollator
     from ts_hf.packing import best_fit as best_fit

@@ -10,7 +10,9 @@ from ts_kernels import reference
 from ts_kernels._add_rms_norm import add_rms_norm
 from ts_kernels._cross_entropy import chunked_cross_entropy
 from ts_kernels._gated_mlp import gated_mlp
+from ts_kernels._logprobs import sequence_logprobs
 from ts_kernels._lora_linear import lora_linear
+from ts_kernels._losses import dpo_loss
 from ts_kernels._rms_norm import rms_norm
 from ts_kernels._rotary import rotary
 from ts_kernels.patching import patch_blocks, patch_lora
@@ -56,5 +58,7 @@ LORA_LINEAR = Kernel("lora_linear", lora_linear, reference.lora_linear)
 CHUNKED_CROSS_ENTROPY = Kernel(
     "chunked_cross_entropy", chunked_cross_entropy, reference.chunked_cross_entropy
 )
+SEQUENCE_LOGPROBS = Kernel("sequence_logprobs", sequence_logprobs, reference.sequence_logprobs)
+DPO_LOSS = Kernel("dpo_loss", dpo_loss, reference.dpo_loss)
 PATCH_BLOCKS = Patch("patch_blocks", patch_blocks)
 PATCH_LORA = Patch("patch_lora", patch_lora)

@@ -154,3 +154,20 @@ def sequence_logprobs(
     losses = _token_losses(hidden, weight, targets, bias, ignore_index, logit_softcap, lora)
     sums = -losses.sum(dim=-1)
     return sums / (targets != ignore_index).sum(dim=-1).clamp(min=1) if average else sums
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ts_kernels.dpo_loss`; in float64, by the probabilities themselves."""
+    chosen = beta * (policy_chosen.double() - reference_chosen.double())
+    rejected = beta * (policy_rejected.double() - reference_rejected.double())
+    right = torch.sigmoid(chosen - rejected)
+    losses = -(1 - label_smoothing) * right.log() - label_smoothing * (1 - right).log()
+    return losses.sum() / max(losses.numel(), 1), chosen.detach(), rejected.detach()
