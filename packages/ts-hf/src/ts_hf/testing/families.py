@@ -1,7 +1,4 @@
-"""Small models of every family in docs/models.md, built from their configs; for tests.
-
-Imported by nothing at run time.
-"""
+"""Small models of every family in docs/models.md, built from their configs."""
 
 from __future__ import annotations
 
@@ -29,6 +26,7 @@ _LLAMA: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 _EXPERTS: dict[str, Any] = {**_LLAMA, "num_experts_per_tok": 2}
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _GEMMA: dict[str, Any] = {**_LLAMA, "head_dim": 16, "sliding_window": 8}
 
 
@@ -42,6 +40,7 @@ class Family:
         fields: of the config, so that the model is small.
         experts: whether it is a mixture of experts with stacked experts.
         targets: `target_modules` of PEFT LoRA for it.
+        lora: further fields of LoraConfig.
         note: what a reader should know, or "".
     """
 
@@ -50,6 +49,7 @@ class Family:
     fields: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
     targets: str | list[str] = "all-linear"
+    lora: dict[str, Any] = field(default_factory=dict)
     note: str = ""
 
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -101,6 +101,7 @@ FAMILIES: dict[str, Family] = {
             "attn_pdrop": 0.0,
         },
         targets=["c_attn", "c_proj", "c_fc"],
+        lora={"fan_in_fan_out": True},
         note="its layers are Conv1D, which quantization does not reach",
     ),
     "gpt_neox": Family("GPT-NeoX, Pythia", "GPTNeoXConfig", {**_LLAMA, "hidden_dropout": 0.0}),
@@ -114,18 +115,21 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 48,
         },
         experts=True,
+        targets=_ATTENTION,
     ),
     "qwen3_moe": Family(
         "Qwen3-MoE",
         "Qwen3MoeConfig",
         {**_EXPERTS, "num_experts": 6, "moe_intermediate_size": 32, "head_dim": 16},
         experts=True,
+        targets=_ATTENTION,
     ),
     "mixtral": Family(
         "Mixtral",
         "MixtralConfig",
         {**_EXPERTS, "num_local_experts": 6, "sliding_window": None},
         experts=True,
+        targets=_ATTENTION,
     ),
     "gpt_oss": Family(
         "gpt-oss",
@@ -138,6 +142,7 @@ FAMILIES: dict[str, Family] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
         experts=True,
+        targets=_ATTENTION,
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL (text)",
