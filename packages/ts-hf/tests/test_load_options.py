@@ -122,6 +122,16 @@ def test_wrap_starts_them_too(checkpoint: Callable[..., Path]) -> None:
     assert any("8 adapters start at what quantization lost" in event for event in events)
 
 
+def test_factors_that_no_adapter_starts_at_are_warned_of(checkpoint: Callable[..., Path]) -> None:
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    model = ts_hf.load_model(
+        checkpoint("llama"), quantize="nf4", dtype=torch.float32, error_rank=4, error_iters=3
+    )
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    with pytest.warns(UserWarning, match="further from the original than plain quantization"):
+        ts_hf.wrap_hf(peft.get_peft_model(model, config), device="host", quantize="none")
+
+
 def test_state_dict_is_decoded_and_loads_back(checkpoint: Callable[..., Path]) -> None:
     model = ts_hf.load_model(checkpoint("llama"), quantize="int8")
     stored, state = _stored(model), model.state_dict()

@@ -318,3 +318,22 @@ def test_adapters_start_on_a_gpu_as_on_a_cpu() -> None:
     delta = layer.get_delta_weight("default").detach().cpu()
     best = float(torch.linalg.svdvals(lost)[8:].square().sum()) ** 0.5
     assert float((lost - delta).norm()) == pytest.approx(best, rel=1e-2)
+
+
+@needs_codecs
+def test_only_layers_with_an_adapter_are_stored_for_one() -> None:
+    models = []
+    for options in ({"error_rank": 4, "error_iters": 4}, {}):
+        model, _ = _adapted(0)
+        blocks = list(model.base_model.model.layers)
+        models.append((model, quantize_model(model, "nf4", blocks=blocks, **options)["report"]))
+    (model, report), (plain, _) = models
+    adapted = [name for name in report.rows if name.endswith("base_layer.weight")]
+    assert 0 < len(adapted) < len(report.rows)
+    for name, row in report.rows.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert hasattr(layer, "error_start") == (name in adapted), name
+        if name not in adapted:
+            assert "has no adapter" in row.reason
+            other = plain.get_submodule(name.removesuffix(".weight"))
+            assert torch.equal(layer.weight.dequantize(), other.weight.dequantize())

@@ -31,11 +31,14 @@ class ErrorStart:
         b: [out, r] on the CPU.
         a: [r, in] on the CPU.
         started: the adapter that starts here and its rank, once `init_lora_from_error` ran.
+        rounds: of the alternation that the stored weight comes from; after more than one it is
+            further from the original than plain quantization unless an adapter starts here.
     """
 
     b: Tensor
     a: Tensor
     started: tuple[str, int] | None = None
+    rounds: int = 1
 
     @property
     def nbytes(self) -> int:

@@ -125,12 +125,14 @@ class Storer:
             self.report.rows[name] = replace(row, reason=self._reason(name, chosen[name]))
         return [name for name, choice in chosen.items() if choice is not self._options[name][0]]
 
-    def store(self, weight: Tensor, name: str) -> Stored:
+    def store(self, weight: Tensor, name: str, *, adapted: bool | None = None) -> Stored:
         """Encode a matrix in the form chosen for it.
 
         Args:
             weight: floating tensor, on any device; factors are fitted to matrices only.
             name: its name ("model.layers.0.mlp.up_proj.weight").
+            adapted: whether an adapter of its layer can start at the factors; without one there
+                are none, and the weight is stored for itself. None when that is not known yet.
 
         Raises:
             NonFiniteWeightError: it holds NaN or infinity.
@@ -149,7 +151,7 @@ class Storer:
         elif choice is not None and choice.label.startswith("rank "):
             rank = int(choice.label.removeprefix("rank "))
         start = with_start = None
-        if rank and weight.dim() == 2 and codec == self.codec:
+        if rank and weight.dim() == 2 and codec == self.codec and adapted is not False:
             result = loftq(
                 weight,
                 codec,
@@ -163,11 +165,16 @@ class Storer:
             encoded, with_start = result.weight, result.error_with_factors
             kept = weight.dtype
             start = ErrorStart(
-                result.b.to(kept).cpu().contiguous(), result.a.to(kept).cpu().contiguous()
+                result.b.to(kept).cpu().contiguous(),
+                result.a.to(kept).cpu().contiguous(),
+                rounds=result.rounds,
             )
         else:
             encoded = self._encode(codec, weight, name)
-        self._add_row(weight, name, encoded, start, self._reason(name, choice), with_start)
+        reason = self._reason(name, choice)
+        if rank and adapted is False:
+            reason = "its layer has no adapter that could start at factors"
+        self._add_row(weight, name, encoded, start, reason, with_start)
         return Stored(encoded, start)
 
     # -- inside --------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ def quantize_model(
         for name, module in frozen:
             storer.measure(source(module), f"{name}.weight")
         storer.improved()
+    adapted = _adapted_layers(model)
     before = after = pinned = kept = 0
     for name, module in frozen:
         weight = module.weight
@@ -113,7 +114,8 @@ def quantize_model(
                 source(module), block_size=block_size, double_quant=double_quant, name=name
             )
         else:
-            result = storer.store(source(module), f"{name}.weight")
+            known = None if adapted is None else id(module) in adapted
+            result = storer.store(source(module), f"{name}.weight", adapted=known)
             stored = result.weight
             kept += stored.codec != quantize
             if result.start is not None:
@@ -208,6 +210,16 @@ def _frozen_linears(
                 continue
             found.append((names.get(id(module), f"block {index}: {inner}"), module))
     return found, already
+
+
+def _adapted_layers(model: nn.Module) -> set[int] | None:
+    """`id`s of the layers that have a LoRA adapter; None when no layer has, or not yet."""
+    found = {
+        id(module.base_layer)
+        for module in model.modules()
+        if hasattr(module, "lora_A") and isinstance(getattr(module, "base_layer", None), nn.Module)
+    }
+    return found or None
 
 
 def _gpu_in_use() -> bool:

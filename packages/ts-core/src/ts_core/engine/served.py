@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,21 @@ def start_adapters(model: nn.Module, log: Callable[[str], None]) -> None:
     count = init_lora_from_error(model, overwrite=False)
     if count:
         log(f"error_rank: {count} adapters start at what quantization lost")
+    unused = [
+        name
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "error_start", None), "rounds", 1) > 1
+        and module.error_start.started is None
+    ]
+    if unused:
+        text = (
+            f"error_iters: {len(unused)} weights were stored for adapters to start at what "
+            f"quantization lost, and their layers have none ({unused[0]}, for one): they are "
+            f"further from the original than plain quantization. Add adapters to those layers, or "
+            f"load with error_iters=1."
+        )
+        log(text)
+        warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str], None]) -> None:
