@@ -23,6 +23,7 @@ from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
 from ts_core.registry import codecs
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
 from ts_core.schedule.plan import human
+from ts_core.schedule.planner import evaluate
 from ts_core.schedule.remedies import Alternative
 from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
@@ -51,7 +52,16 @@ def plan_options(config: WrapOptions) -> PlanOptions:
         asked = tuple(asked)
     elif not isinstance(asked, bool) and isinstance(asked, int | float):
         asked = float(asked)
-    return PlanOptions(param_offload=asked, headroom=config.vram_headroom)
+    recompute = config.recompute
+    if isinstance(recompute, list | tuple):
+        recompute = tuple(recompute)
+    return PlanOptions(
+        param_offload=asked,
+        headroom=config.vram_headroom,
+        activation_offload=config.activation_offload,
+        recompute=recompute,
+        disk=config.disk_offload is not None,
+    )
 
 
 def choose_moments(
@@ -112,40 +122,59 @@ def choose_codec(
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
     profile = without_experts(profile, experts)
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))
-    options = plan_options(config)
-    machine = machine_profile(device)
-
-    def plan_with(codec_name: str | None) -> Plan:
-        estimate = _estimate(profile, weights, codec_name, config)
-        plan = make_plan(estimate, machine, options)
-        if plan.fits or not config.check_memory:
-            return plan
-        others = _alternatives(profile, weights, codec_name, config, moments)
-        return make_plan(estimate, machine, options, others)
-
-    asked = config.quantize
-    if asked in _OFF:
-        return _accept(plan_with(None), None, config, log)
-    if asked != "auto":
-        return _accept(plan_with(asked), asked, config, log)
-    plain = plan_with(None)
-    enough = plain.fits and not (config.prefer == "speed" and plain.paged)
-    if enough or not any(count for count, _ in weights):
-        return _accept(plain, None, config, log)
-    for name in _by_precision():
-        plan = plan_with(name)
-        if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
-            log(f"quantize='auto': {name} chosen, since the run does not fit without it")
-            return _accept(plan, name, config, log)
-    return _accept(plain, None, config, log)
-
-
-def _accept(plan: Plan, codec: str | None, config: WrapOptions, log: EventLog) -> str | None:
+    plan, codec = plan_codec(profile, weights, machine_profile(device), config, moments)
     if not plan.fits:
         if config.check_memory:
             raise OutOfBudgetError(" ".join(plan.reasons))
         log(f"check_memory=False: going on although {' '.join(plan.reasons)}")
+    elif codec is not None and config.quantize == "auto":
+        log(f"quantize='auto': {codec} chosen, since the run does not fit without it")
     return codec
+
+
+def plan_codec(
+    profile: ModelProfile,
+    weights: Sequence[tuple[int, int]],
+    machine: MachineProfile,
+    config: WrapOptions,
+    moments: str,
+    others: Sequence[Alternative] = (),
+) -> tuple[Plan, str | None]:
+    """The plan, and the codec to store frozen weights in or None (a pure function).
+
+    Args:
+        profile: of the model in full precision.
+        weights: per block, count and bytes of the weights that can be stored in a codec.
+        machine: what there is.
+        config: the options of wrap().
+        moments: how moments are kept.
+        others: more remedies to try when it does not fit.
+    """
+    options = plan_options(config)
+
+    def plan_with(codec_name: str | None) -> Plan:
+        estimate = _estimate(profile, weights, codec_name, config)
+        plan = evaluate(estimate, machine, options)
+        if plan.fits or not config.check_memory:
+            return plan
+        tried = [*_alternatives(profile, weights, codec_name, config, moments), *others]
+        return make_plan(estimate, machine, options, tried)
+
+    asked = config.quantize
+    if asked in _OFF:
+        return plan_with(None), None
+    if asked != "auto":
+        return plan_with(asked), asked
+    plain = evaluate(profile, machine, options)
+    enough = plain.fits and not (config.prefer == "speed" and plain.paged)
+    if enough:
+        return plain, None
+    if any(count for count, _ in weights):
+        for name in _by_precision():
+            plan = evaluate(_estimate(profile, weights, name, config), machine, options)
+            if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
+                return plan, name
+    return plan_with(None), None
 
 
 def _by_precision() -> list[str]:

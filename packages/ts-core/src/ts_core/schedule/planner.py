@@ -18,7 +18,7 @@ from ts_core.schedule.plan import (
 )
 from ts_core.schedule.remedies import Alternative, find_remedies
 
-__all__ = ["Alternative", "make_plan", "repage", "spread"]
+__all__ = ["Alternative", "evaluate", "make_plan", "repage", "spread"]
 
 
 def spread(count: int, total: int) -> tuple[int, ...]:
@@ -47,11 +47,11 @@ def make_plan(
             this one does not fit.
     """
     options = options or PlanOptions()
-    plan = _best(model, machine, options)
+    plan = evaluate(model, machine, options)
     if plan.fits:
         return plan
     remedies = find_remedies(
-        plan, model, machine, options, alternatives, lambda m, h, o: _best(m, h, o).fits
+        plan, model, machine, options, alternatives, lambda m, h, o: evaluate(m, h, o).fits
     )
     reason = plan.reasons[0]
     if remedies:
@@ -83,10 +83,11 @@ def repage(current: Sequence[int], candidates: Sequence[int], count: int) -> tup
     return tuple(chosen)
 
 
-def _best(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
-    """The plan with the shortest predicted step among the ways to treat activations.
+def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
+    """`make_plan` without looking for remedies.
 
-    When none fits, the one that lacks least.
+    The plan with the shortest predicted step among the ways to treat activations; when none fits,
+    the one that lacks least.
     """
     best: Plan | None = None
     for policy in _policies(model, options):

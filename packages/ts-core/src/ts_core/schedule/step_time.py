@@ -44,7 +44,8 @@ def step_seconds(
     )
     kept_in_slots = sum(model.pageable[index] for index in list(paged)[-slot_count:] if slot_count)
     weights = 2 * sum(model.pageable[index] for index in paged) - kept_in_slots
-    up = weights + moved + work.updated_bytes
+    in_images = sum(model.trained_pageable[index] for index in paged if model.trained_pageable)
+    up = weights + moved + max(0, work.updated_bytes - in_images)
     down = moved + work.gradient_bytes
     to_device = up / rates.h2d
     locked = machine.page_lock_bytes
