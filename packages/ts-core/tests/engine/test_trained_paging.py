@@ -110,9 +110,7 @@ def test_streamed_equals_resident(share: Any, count: int, options: Any, slots: A
     assert len(model._trainstream_session.homes) == 6 * len(paged)
 
 
-@pytest.mark.parametrize(
-    ("share", "count", "options"), [case for case in CASES if "max_grad_norm" not in case[2]]
-)
+@pytest.mark.parametrize(("share", "count", "options"), CASES[1:13:2] + CASES[6:7])
 @pytest.mark.usefixtures("linked")
 def test_over_a_link(share: Any, count: int, options: Any, slots: Any) -> None:
     """Gradients are copied to host memory, updates of what is not paged copied back."""
@@ -237,7 +235,8 @@ def test_step_does_not_wait_and_a_forward_waits_per_block() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("share", "count", "options"), CASES)
 def test_on_the_gpu(share: Any, count: int, options: Any, slots: Any) -> None:
-    """Where gradients are accumulated and clipped, their norm is measured by host or device."""
+    """(Gradients that are accumulated where a kernel updates them are measured there, others by
+    the host, so that norms differ in their last digits.)"""
     if options.get("optimizer_mode") == "gpu" and options.get("accumulation", 1) > 1:
         options = {**options, "max_grad_norm": None}
     slots(count)

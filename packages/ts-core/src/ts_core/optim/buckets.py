@@ -6,7 +6,6 @@ ones (`layout`). It counts their gradients, and turns a complete step into one u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,9 +28,10 @@ from ts_core.transfer import CopyEngine
 
 @dataclass(frozen=True)
 class Measured:
-    """What the host found in a bucket's gradients: sum of squares (fp64), count of non-finite."""
+    """What the host found in gradients: per parameter the sum of squares (fp64), and how many
+    values are not finite."""
 
-    sum_of_squares: float
+    squares: tuple[float, ...]
     nonfinite: int
 
 
@@ -149,7 +149,7 @@ class Bucket:
         """All gradients of the step are here.
 
         Args:
-            norm: 0-d fp32 tensor on the device for their 2-norm, where it is wanted.
+            norm: 1-D fp32 tensor on the device for their 2-norms, where they are wanted.
 
         Returns:
             Whether `norm` is being filled; else `measuring` does it on the host.
@@ -188,7 +188,7 @@ class Bucket:
             if sealed.behind is not None:
                 device.host_wait(sealed.behind)
             mean_h = ranks.average_(sealed.land(device))
-            return _measure(mean_h, runs, threads) if measure else Measured(0.0, 0)
+            return _measure(mean_h, runs, threads) if measure else Measured((), 0)
 
         return work
 
@@ -336,4 +336,4 @@ def _measure(flat: torch.Tensor, runs: Sequence[tuple[int, int]], threads: int) 
         )
         for offset, size in runs
     ]
-    return Measured(math.fsum(s for s, _ in found), sum(bad for _, bad in found))
+    return Measured(tuple(s for s, _ in found), sum(bad for _, bad in found))

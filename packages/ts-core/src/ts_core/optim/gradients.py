@@ -133,20 +133,24 @@ class Gradients:
 
         Args:
             counts: passes per parameter; those with 0 have no gradient.
-            norm: a 0-d fp32 tensor on the device for the 2-norm of this bucket, or None.
+            norm: a 1-D fp32 tensor on the device for the 2-norm of each gradient, or None.
 
         Returns:
-            What the update needs, and whether `norm` was filled (it is where the whole gradient
-            is on a device of its own; else the host measures what has landed).
+            What the update needs, and whether `norm` was filled: it is where whole gradients are on
+            a device of its own. Else, and where they were summed over several passes on their way
+            to the host, the host measures what has landed.
         """
         copies = self._copies
         whole = self._stage if self._layout.many else self._single
         if self._layout.many and not all(counts):
             missing = [view for view, count in zip(self._views, counts, strict=True) if not count]
             torch._foreach_zero_(missing)
-        measured = norm is not None and whole is not None and copies.device.separate_memory
-        if measured:
-            torch.linalg.vector_norm(whole, dtype=torch.float32, out=norm)
+        at_once = not self._to_host or max(counts) <= 1
+        measured = False
+        if norm is not None and whole is not None and at_once and copies.device.separate_memory:
+            each = self._views if self._layout.many else [whole]
+            torch.stack(torch._foreach_norm(each, 2, torch.float32), out=norm)
+            measured = True
         behind = copies.record_compute()
         if not self._to_host:
             assert whole is not None

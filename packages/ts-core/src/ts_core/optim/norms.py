@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,12 +28,21 @@ class Verdict:
 
 
 class NormParts:
-    """Device memory for the norms of buckets, and its way to the host.
+    """Device memory for the norms of parameters, and its way to the host.
 
     Two sets in turn, so that a step's parts are not overwritten while the host reads them.
+
+    Args:
+        sizes: parameters per bucket. (One norm each, so that the sum does not depend on how
+            parameters are grouped.)
+        copies: engine of the link.
+        arena: where host buffers come from.
     """
 
-    def __init__(self, count: int, copies: CopyEngine, arena: PinnedArena) -> None:
+    def __init__(self, sizes: Sequence[int], copies: CopyEngine, arena: PinnedArena) -> None:
+        count = sum(sizes)
+        self.sizes = list(sizes)
+        self._ends = list(itertools.accumulate(sizes))
         self._copies = copies
         self._device_sets: list[torch.Tensor] = []
         self._host_sets: list[torch.Tensor] = []
@@ -44,8 +54,13 @@ class NormParts:
             ]
 
     def part(self, step: int, index: int) -> torch.Tensor | None:
-        """Where bucket `index` puts its norm in this step; None on the host device."""
-        return self._device_sets[step % 2][index] if self._device_sets else None
+        """Where bucket `index` puts its norms in this step (1-D); None on the host device."""
+        return self.of(self._device_sets[step % 2], index) if self._device_sets else None
+
+    def of(self, parts: torch.Tensor, index: int) -> torch.Tensor:
+        """The norms of bucket `index` among all, in the order of its parameters."""
+        end = self._ends[index]
+        return parts[end - self.sizes[index] : end]
 
     def fetch(self, step: int) -> tuple[Event, torch.Tensor] | None:
         """Queue the copy of this step's parts to the host."""
@@ -85,7 +100,8 @@ def total_squares(
 ) -> tuple[float, int]:
     """Sum of squares and count of non-finite values (of the host's parts)."""
     measured = [part.result() for part in host_parts]
-    squares = [norm * norm for norm in device_parts] + [m.sum_of_squares for m in measured]
+    squares = [norm * norm for norm in device_parts]
+    squares += [square for m in measured for square in m.squares]
     try:
         total = math.fsum(squares)
     except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond fp64

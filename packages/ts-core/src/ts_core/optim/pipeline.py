@@ -39,7 +39,6 @@ class UpdatePipeline:
         self._on_device: set[int] = set()
         self._queued: deque[tuple[Future[Event | None], int]] = deque()
         self._parts: NormParts | None = None
-        self._parts_for = 0
 
     def close(
         self,
@@ -65,11 +64,13 @@ class UpdatePipeline:
         if options.needs_norm:
             self._measured[index] = job
 
-    def prepare_norms(self, count: int, copies: CopyEngine, arena: PinnedArena) -> None:
-        """Room for the norms of `count` buckets."""
-        if count != self._parts_for:
-            self._parts = NormParts(count, copies, arena)
-            self._parts_for = count
+    def prepare_norms(
+        self, buckets: Sequence[Bucket], copies: CopyEngine, arena: PinnedArena
+    ) -> None:
+        """Room for the norms of all parameters."""
+        sizes = [len(bucket.params) for bucket in buckets]
+        if self._parts is None or sizes != self._parts.sizes:
+            self._parts = NormParts(sizes, copies, arena)
 
     def verdict(
         self,
@@ -91,12 +92,14 @@ class UpdatePipeline:
             assert self._parts is not None
             fetched = self._parts.fetch(step)
 
-        def device_norms() -> dict[int, float]:
+        parts = self._parts
+
+        def device_norms() -> dict[int, list[float]]:
             if fetched is None:
                 return {}
-            assert self._parts is not None
-            parts = self._parts.arrived(*fetched)
-            return {index: float(parts[index]) for index in indices}
+            assert parts is not None
+            arrived = parts.arrived(*fetched)
+            return {index: parts.of(arrived, index).tolist() for index in indices}
 
         def decide(total: float, bad: str) -> Verdict:
             norm = total**0.5 if total == total else total
@@ -104,15 +107,16 @@ class UpdatePipeline:
 
         def work() -> Verdict:
             by_index = device_norms()
-            total, count = norms.total_squares(list(by_index.values()), list(measured.values()))
+            on_device = [norm for each in by_index.values() for norm in each]
+            total, count = norms.total_squares(on_device, list(measured.values()))
             return decide(total, _bad_parts(by_index, count, buckets))
 
         if not norms.any_sharded(buckets):
             return self._host.submit(work)
         future: Future[Verdict] = Future()
         by_index = device_norms()
-        squares = {index: norm * norm for index, norm in by_index.items()}
-        squares.update((index, job.result().sum_of_squares) for index, job in measured.items())
+        squares = {index: sum(norm * norm for norm in each) for index, each in by_index.items()}
+        squares.update((index, sum(job.result().squares)) for index, job in measured.items())
         sharded = [i for i, bucket in enumerate(buckets) if norms.any_sharded([bucket])]
         total = norms.sharded_squares(
             [buckets[i] for i in sharded], [squares.pop(i, 0.0) for i in sharded]
@@ -188,13 +192,12 @@ class UpdatePipeline:
         self._on_device.clear()
 
 
-def _bad_parts(by_index: dict[int, float], count: int, buckets: Sequence[Bucket]) -> str:
+def _bad_parts(by_index: dict[int, list[float]], count: int, buckets: Sequence[Bucket]) -> str:
     """Where the values that are not finite are, in words."""
     found = [f"{count} gradient values are"] if count else []
-    for index, norm in by_index.items():
-        if norm - norm != 0:
-            params = buckets[index].params
-            shape = "x".join(map(str, params[0].shape)) or "scalar"
-            more = f" (with {len(params) - 1} more)" if len(params) > 1 else ""
-            found.append(f"the gradient of a {shape} parameter{more} is")
+    for index, each in by_index.items():
+        for param, norm in zip(buckets[index].params, each, strict=True):
+            if norm - norm != 0:
+                shape = "x".join(map(str, param.shape)) or "scalar"
+                found.append(f"the gradient of a {shape} parameter is")
     return ", ".join(found[:3])

@@ -90,7 +90,7 @@ class Updates:
         """What depends on the buckets there are."""
         storage = self.storage
         assert storage.copies is not None
-        self.pipeline.prepare_norms(len(self.buckets), storage.copies, storage.arena)
+        self.pipeline.prepare_norms(self.buckets, storage.copies, storage.arena)
         if self.split is None and storage.splits():
             self.split = HybridSplit(
                 storage.copies.device,
