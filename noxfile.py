@@ -43,7 +43,7 @@ TEST_NEEDS = {
     "ts-quant": ["numpy", TRITON, "peft", "bitsandbytes"],
     "ts-kernels": ["numpy", TRITON],
     "ts-core": ["numpy", "hatchling", "pybind11", "ninja"],
-    "ts-hf": ["numpy", TRITON, "gguf"],
+    "ts-hf": ["numpy", TRITON, "gguf", "datasets", "trl"],
     "ts-bench": ["bitsandbytes"],
 }
 # Tests of building from source: a wheel has no sources, so `test_alone` leaves them out.
@@ -233,6 +233,8 @@ def _test_installed(
         place = Path(folder)
         shutil.copytree(_package_dir(package) / "tests", place / "tests")
         shutil.copy(_package_dir(package) / "README.md", place)  # tests run its examples
+        if (_package_dir(package) / "examples").is_dir():
+            shutil.copytree(_package_dir(package) / "examples", place / "examples")
         shutil.copy(ROOT / "conftest.py", place)
         settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         settings = settings.replace('testpaths = ["tests", "packages"]', 'testpaths = ["tests"]')
