@@ -360,3 +360,89 @@ def test_damaged_folders(folder: Callable[..., Path]) -> None:
         list(iterate_checkpoint(path))
     with pytest.raises(ts_quant.CheckpointError, match=r"no \.safetensors"):
         list(iterate_checkpoint(path / "nowhere"))
+
+
+# -- contradictions ----------------------------------------------------------------------------
+
+
+def _block_fp8(**changes: Any) -> dict[str, Tensor]:
+    tensors = {"a.weight": _e4m3(256, 128), "a.weight_scale_inv": torch.rand(2, 1) + 0.5}
+    return {**tensors, **changes}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_refused_by_name(bad: float) -> None:
+    broken = _block_fp8(**{"a.weight_scale_inv": torch.tensor([[bad], [1.0]])})
+    with pytest.raises(
+        ts_quant.CheckpointError, match=r"'a.weight' has 1 scales that are NaN .*\(scale\)"
+    ):
+        _read(broken, {"quant_method": "fp8"})
+    tensors, _ = _bnb(torch.randn(8, 64), "a.weight")
+    tensors["a.weight.absmax"][3] = bad
+    with pytest.raises(
+        ts_quant.CheckpointError, match=r"'a.weight' has 1 scales that are NaN .*absmax"
+    ):
+        _read(tensors)
+
+
+def test_bytes_that_mean_nan_are_refused_as_scales() -> None:
+    blocks, scales = _bytes(2, 4, 2, 16), torch.full((2, 4, 2), 120, dtype=torch.uint8)
+    tensors = {"e_blocks": blocks, "e_scales": scales}
+    assert _read(tensors, {"quant_method": "mxfp4"})
+    scales[0, 0, 0] = 255
+    with pytest.raises(ts_quant.CheckpointError, match=r"'e' has 1 scales that are NaN"):
+        _read(tensors, {"quant_method": "mxfp4"})
+    codes, e4m3 = _bytes(4, 16), _e4m3(4, 2)
+    tensors = {
+        "a.weight": codes,
+        "a.weight_scale": e4m3,
+        "a.weight_scale_2": torch.tensor(0.5),
+    }
+    assert _read(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    e4m3.view(torch.uint8)[1, 0] = 0xFF
+    with pytest.raises(ts_quant.CheckpointError, match=r"'a.weight' has 1 scales that are NaN"):
+        _read(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+
+
+def test_nested_scales_need_their_offset() -> None:
+    tensors, wanted = _bnb(torch.randn(64, 64), "a.weight", compress_statistics=True)
+    name = "a.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist()))
+    assert torch.equal(_read(tensors)["a.weight"].dequantize(), wanted)
+    del state["nested_offset"]
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(ts_quant.CheckpointError, match=r"no nested_offset"):
+        _read(tensors)
+
+
+def test_a_weight_stored_twice_is_refused() -> None:
+    tensors = {
+        "a.weight_packed": _bytes(4, 16),
+        "a.weight_scale": _e4m3(4, 2),
+        "a.weight_global_scale": torch.tensor([2.0]),
+    }
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    assert _read(tensors, config)
+    tensors["a.weight"] = torch.randn(4, 32)
+    with pytest.raises(ts_quant.CheckpointError, match=r"stores 'a.weight' twice"):
+        _read(tensors, config)
+
+
+def test_codes_without_a_config_are_not_taken_for_weights() -> None:
+    with pytest.raises(ts_quant.CheckpointError, match=r"no quantization_config"):
+        _read(_block_fp8())
+    with pytest.raises(ts_quant.CheckpointError, match=r"beside 'a.weight_scale' holds codes"):
+        _read({"a.weight": _bytes(4, 16), "a.weight_scale": torch.rand(4, 2)})
+    mask = {"h.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8), "h.weight": torch.rand(8, 8)}
+    assert plan_reading(mask, None, lambda name: mask[name]) is None
+
+
+def test_other_eight_bit_floats_are_not_taken_for_e4m3() -> None:
+    with pytest.raises(ts_quant.OptionError, match=r"float8_e5m2; expected torch.uint8"):
+        ts_quant.QuantTensor.from_buffers(
+            "fp8",
+            {"codes": torch.rand(4, 32).to(torch.float8_e5m2), "scale": torch.ones(4, 1)},
+            shape=(4, 32),
+            dtype=torch.float32,
+            layout={"scales": "tile", "rows": 1, "block_size": 32},
+        )

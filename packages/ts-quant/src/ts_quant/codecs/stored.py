@@ -83,14 +83,17 @@ class StoredCodec(Codec):
         return tuple(kept)
 
 
+# The float8 dtypes that some format's bytes are; others (e5m2, say) mean other values.
+_AS_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
 def _checked(
     name: str, buffer: Tensor, dtype: torch.dtype, numel: int, spec: QuantSpec, shape: Sequence[int]
 ) -> Tensor:
     """The buffer as `dtype`, contiguous, with the elements a weight of that shape needs."""
     label = f"buffer {name!r} of a {spec.codec!r} weight of shape {tuple(shape)}"
-    one_byte = buffer.element_size() == 1 and not buffer.dtype.is_complex
-    if dtype.itemsize == 1 and one_byte and buffer.dtype is not torch.bool:
-        buffer = buffer.view(dtype)  # float8 dtypes are their bytes
+    if dtype.itemsize == 1 and buffer.dtype in _AS_BYTES:
+        buffer = buffer.view(dtype)
     if buffer.dtype is not dtype:
         raise OptionError(f"{label} has dtype {buffer.dtype}; expected {dtype}")
     if buffer.numel() != numel:

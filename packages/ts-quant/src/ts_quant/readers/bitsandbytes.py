@@ -89,13 +89,18 @@ def _weight(header: Header, name: str, state_name: str, read: ReadSmall) -> Stor
                 f"{name!r} has nested scales in groups of {state.get('nested_blocksize')}; this "
                 f"version reads groups of {_NESTED_BLOCK}"
             )
+        if state["nested_offset"] is None:
+            raise CheckpointError(
+                f"{name!r} has nested scales, and its description gives no nested_offset to add "
+                f"to them"
+            )
         sources |= {
             "nested_absmax": f"{name}.nested_absmax",
             "nested_map": f"{name}.nested_quant_map",
         }
     for role, source in sources.items():
         info_of(header, source, name, f"its {role}")
-    offset = state.get("nested_offset", 0.0)
+    offset = state["nested_offset"] or 0.0
 
     def make(tensors: Mapping[str, Tensor]) -> StoredParts:
         _check_map(name, tensors["map"])
@@ -127,10 +132,11 @@ def _state(header: Header, name: str, state_name: str, read: ReadSmall) -> dict[
     try:
         state = json.loads(bytes(read(state_name).flatten().tolist()))
         shape = tuple(int(length) for length in state["shape"])
-        block_size, offset = int(state["blocksize"]), float(state.get("nested_offset") or 0.0)
+        block_size, given = int(state["blocksize"]), state.get("nested_offset")
+        offset = None if given is None else float(given)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"the description of {name!r} is damaged: {error!r}") from error
-    if min(shape, default=0) < 0 or not shape or block_size < 2 or not math.isfinite(offset):
+    if min(shape, default=0) < 0 or not shape or block_size < 2 or not math.isfinite(offset or 0.0):
         raise CheckpointError(
             f"the description of {name!r} gives shape {list(shape)}, blocksize {block_size} and "
             f"nested_offset {offset}, which no weight has"

@@ -82,7 +82,9 @@ class StoredWeight:
             CheckpointError: the tensors do not make such a weight.
         """
         try:
-            return self.make(tensors)
+            found = self.make(tensors)
+            refuse_bad_scales(self.name, found)
+            return found
         except (OptionError, KeyError, IndexError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"the stored weight {self.name!r}: {error}") from error
 
@@ -194,6 +196,7 @@ def plan_reading(
                 f"the checkpoint's quantization_config names no quant_method "
                 f"({sorted(map(str, settings))}); this version reads {', '.join(sorted(readers))}"
             )
+        _refuse_codes(header)
         return None
     reader = readers.get(str(method))
     if reader is None:
@@ -204,6 +207,7 @@ def plan_reading(
         )
     found = reader(header, settings, read)
     _refuse_left_over(header, found)
+    _refuse_twice(header, found)
     return found
 
 
@@ -227,6 +231,57 @@ def _refuse_left_over(header: Header, found: ReadPlan) -> None:
                 f"tensor {name!r} ({info.dtype}, shape {list(info.shape)}) holds codes, but the "
                 f"tensors that {found.format} keeps beside them are missing. The checkpoint is "
                 f"incomplete, or of a variant that this version does not read"
+            )
+
+
+def _refuse_twice(header: Header, found: ReadPlan) -> None:
+    """A weight is stored quantized or plain, not both."""
+    for name in found.weights:
+        if name in header and name not in found.consumed:
+            raise CheckpointError(
+                f"the checkpoint stores {name!r} twice: quantized ({found.format}), and as "
+                f"{header[name].dtype}. Remove the one that is not meant"
+            )
+
+
+def _refuse_codes(header: Header) -> None:
+    """Without a quantization config no tensor may hold codes."""
+    for name, info in header.items():
+        if len(info.shape) < 2 or info.dtype not in _CODES:
+            continue
+        stem = name.removesuffix("_packed").removesuffix("_blocks")
+        scales = [other for other in header if other.startswith(stem) and "scale" in other]
+        if info.dtype.is_floating_point or scales:
+            beside = f" beside {scales[0]!r}" if scales else ""
+            raise CheckpointError(
+                f"tensor {name!r} ({info.dtype}, shape {list(info.shape)}){beside} holds codes, "
+                f"but the checkpoint has no quantization_config that says how to read them. "
+                f"Restore it in config.json (or hf_quant_config.json)"
+            )
+
+
+def refuse_bad_scales(name: str, parts: StoredParts) -> None:
+    """Refuse scales that are NaN or infinite, as no weight has them.
+
+    Raises:
+        CheckpointError: with the name of the buffer and how many there are.
+    """
+    for buffer, tensor in parts.buffers.items():
+        if "codes" in buffer:
+            continue
+        if tensor.dtype.is_floating_point:
+            bad = ~torch.isfinite(tensor.float())
+        elif parts.codec == "nvfp4":  # e4m3 bytes, whose NaN has all bits but the sign
+            bad = tensor & 0x7F == 0x7F
+        elif parts.codec in ("mxfp4", "fp8"):  # e8m0 bytes
+            bad = tensor == 0xFF
+        else:
+            continue
+        count = int(bad.sum())
+        if count:
+            raise CheckpointError(
+                f"the stored weight {name!r} has {count} scales that are NaN or infinite "
+                f"({buffer}): the file is damaged, or was written from such a weight"
             )
 
 
