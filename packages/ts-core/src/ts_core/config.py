@@ -256,19 +256,8 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 _OFF = _one_of("auto", False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "activation_offload": (
-        lambda v: v == "auto" or v is False or v == 0,
-        "'auto' or False (activations stay)",
-    ),
-    "recompute": (
-        lambda v: v == "auto" or v is False or v == 0 or v == [] or v == (),
-        "'auto' or False; the model's own gradient checkpointing works",
-    ),
     "disk_offload": (_one_of(None), "None"),
     "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),
-    "prefetch_depth": (_one_of(1), "1 (activations are not paged yet)"),
     "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
-    "max_activation_slowdown": (_one_of(0.15), "0.15 (activations are not paged yet)"),
-    "min_offload_bytes": (_one_of(1 << 20), "1048576 (activations are not paged yet)"),
 }

@@ -85,14 +85,9 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("activation_offload", True),
-        ("activation_offload", 0.5),
-        ("recompute", True),
-        ("recompute", [1]),
         ("disk_offload", "/tmp"),
         ("host_arena", 1 << 20),
         ("peer", 1 << 20),
-        ("prefetch_depth", 2),
         ("cuda_graphs", True),
     ],
 )

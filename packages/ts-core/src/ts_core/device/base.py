@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,6 +19,13 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the calling host thread until it has."""
+
+
+class Timestamp(Protocol):
+    """The time at which a point of the compute stream was reached."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Seconds from `earlier` (of the same device) to this; None while one lies ahead."""
 
 
 class Stream(Protocol):
@@ -82,6 +89,10 @@ class Device(ABC):
     @abstractmethod
     def host_wait(self, event: Event) -> None:
         """Block the calling host thread until `event`, without holding a core."""
+
+    @abstractmethod
+    def timestamp(self) -> Timestamp:
+        """When the compute stream of the calling thread gets here; read without waiting."""
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ts_core import _native
-from ts_core.device.base import Device, Event, Stream
+from ts_core.device.base import Device, Event, Stream, Timestamp
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Ledger
 
@@ -29,6 +29,19 @@ class CudaStream:
 
     def synchronize(self) -> None:
         self.stream.synchronize()
+
+
+class CudaTimestamp:
+    """A timed event on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: CudaTimestamp) -> float | None:
+        if not (self.event.query() and earlier.event.query()):
+            return None
+        return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 class CudaDevice(Device):
@@ -72,6 +85,9 @@ class CudaDevice(Device):
     def host_wait(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)
         _native.wait_event(event.cuda_event, device=self.index)
+
+    def timestamp(self) -> Timestamp:
+        return CudaTimestamp(self.torch_device)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ts_core import _native
-from ts_core.device.base import Device, Event, Stream
+from ts_core.device.base import Device, Event, Stream, Timestamp
 from ts_core.memory.ledger import Ledger
 
 _STOP = None
@@ -90,6 +90,16 @@ def _drain(
         del item  # or a sleeping stream would keep the tensors of its last copy alive
 
 
+class HostTimestamp:
+    """The clock when it was made: the host computes as it is called."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def seconds_since(self, earlier: HostTimestamp) -> float | None:
+        return self.seconds - earlier.seconds
+
+
 class CallingThread:
     """The compute stream of the host device: PyTorch operations run as they are called."""
 
@@ -149,6 +159,9 @@ class HostDevice(Device):
 
     def host_wait(self, event: Event) -> None:
         event.synchronize()
+
+    def timestamp(self) -> Timestamp:
+        return HostTimestamp()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         buffer = torch.empty(size_bytes + 256, dtype=torch.uint8)

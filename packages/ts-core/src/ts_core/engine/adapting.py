@@ -13,7 +13,6 @@ from torch import nn
 
 from ts_core.engine.blocks import shared_parameters
 from ts_core.engine.placement import move_resident
-from ts_core.engine.runner import BlockRunner
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.arena import default_arena
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions
@@ -114,7 +113,7 @@ class PlacementAdapter:
                 images.append(build_image(index, leaves, default_arena()))
             if session.pager is None:
                 session.pager = ParamPager(images, session.copies, slot_count)
-                session.runner = BlockRunner(session.blocks, session.pager)
+                session.hook_blocks()
             else:
                 session.pager.put_in(images, slot_count)
         except BaseException:
@@ -150,10 +149,8 @@ def _give_back(session: TrainStreamSession) -> None:
 
 
 def _stop_streaming(session: TrainStreamSession) -> None:
-    """Nothing streams: take the hooks off and give the ring back."""
-    if session.runner is not None:
-        session.runner.remove()
-        session.runner = None
-    if session.pager is not None:
-        session.pager.close()
-        session.pager = None
+    """Nothing streams: take the pager's hooks off and give the ring back."""
+    pager, session.pager = session.pager, None
+    session.hook_blocks()
+    if pager is not None:
+        pager.close()

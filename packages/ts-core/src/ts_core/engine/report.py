@@ -24,7 +24,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         gpu (allocated, reserved, peak_allocated; on the host device of the streaming pool),
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
-        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks)
+        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks),
+        activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons).
 
@@ -50,6 +51,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
     report["optimizer"] = {} if session.optimizer is None else session.optimizer.stats()
     report["resident"] = session.device.pool.by_tag()
     report["params"] = _params(session)
+    if session.activations is not None:
+        report["activations"] = session.activations.report()
     if session.attention is not None:
         report["attention"] = session.attention.report()
     if session.experts is not None:

@@ -1,73 +1,168 @@
-"""The hooks on a stack of blocks: bring a block's weights before it computes, either way.
+"""The hooks on a stack of blocks: weights come before a block computes, activations go after.
 
-Forward: a pre-hook enters the block. Backward: a hook on the block's outputs fires when their
-gradient is known, which is before anything inside the block runs backward, and enters it again.
-Tensors that view a streaming slot are not kept by autograd: a block-scoped saved-tensor hook
-keeps a handle, and finds the view again wherever the block is then.
+Forward: a pre-hook enters the block, then its own forward runs under saved-tensor hooks, or as a
+checkpoint that is computed again in backward. Backward: a hook on the block's outputs fires when
+their gradient is known, which is before anything inside the block runs backward, and enters it
+again. Tensors that view a streaming slot are not kept by autograd: a handle finds them again.
 """
 
 from __future__ import annotations
 
-import threading
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from ts_core.store.pager import ParamPager, SavedView
-
-_Hook = Callable[[Any], Any]
+from ts_core.engine.activation_meter import tensors_in
+from ts_core.engine.activations import Activations
+from ts_core.engine.saved_tensors import PLAIN_TYPES, saved_tensor_hooks
+from ts_core.schedule.plan import OFFLOAD, RECOMPUTE
+from ts_core.store.pager import ParamPager
 
 
 class BlockRunner:
-    """Hooks on the blocks of a wrapped model.
+    """Hooks on the blocks of a model.
 
     Args:
         blocks: the stack, in order.
-        pager: of its paged weights.
+        pager: of its paged weights; None when none stream.
+        activations: decides where activations are; None leaves them alone.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], pager: ParamPager) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        pager: ParamPager | None,
+        activations: Activations | None = None,
+    ) -> None:
         self._pager = pager
+        self._activations = activations
         self._handles: list[RemovableHandle] = []
-        self._open = _OpenContexts()
+        self._forwards: list[_Forward] = []
         self._release_queued = False
-        for index, block in enumerate(blocks):
-            self._hook(index, block)
+        self._blocks = [weakref.ref(block) for block in blocks]
+        self._replace_forwards()
+        if pager is not None:
+            for index, block in enumerate(blocks):
+                self._hook(index, block, pager)
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._restore_forwards()
 
-    def _hook(self, index: int, block: nn.Module) -> None:
-        def guards_saved() -> bool:
-            image = self._pager.images.get(index)  # a block may change place between steps
-            return image is not None and image.has_plain
+    def new_pass(self) -> None:
+        """Called before the model's own forward, outside any backward."""
+        if not in_backward():
+            self._release_queued = False
+            if self._pager is not None:
+                self._pager.new_pass()
+            if self._activations is not None:
+                self._activations.new_pass()
+                if self._activations.done and self._pager is None:
+                    self._restore_forwards()
+                else:
+                    self._replace_forwards()
 
+    def run(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A block's own forward with its activations treated as decided."""
+        guard = self._guard(index)
+        activations = self._activations
+        if (
+            activations is None
+            or in_backward()
+            or not torch.is_grad_enabled()
+            or activations.skips(index)
+        ):
+            if guard is None or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with saved_tensor_hooks(guard):
+                return forward(*args, **kwargs)
+        span = activations.begin(index, args, kwargs)
+        failed = True
+        try:
+            if span.mode == RECOMPUTE:
+                again = self._recomputation(index, forward, guard, span.observe)
+                output = checkpoint(again, *args, use_reentrant=False, **kwargs)
+            else:
+                page = span.call.page if span.mode == OFFLOAD else None
+                if page is None and span.observe is None and guard is None:
+                    output = forward(*args, **kwargs)
+                else:
+                    with saved_tensor_hooks(guard, page, span.observe):
+                        output = forward(*args, **kwargs)
+            failed = False
+        finally:
+            activations.end(index, failed)
+        if span.watch_output:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(span.call.reached)
+        return output
+
+    def _recomputation(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        guard: ParamPager | None,
+        observe: Callable[[torch.Tensor], None] | None,
+    ) -> Callable[..., Any]:
+        """What checkpoint() calls: the block's forward, which its backward calls once more."""
+        first = True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            watch = observe if first else None
+            if not first and self._pager is not None:
+                self._pager.enter(index, -1)
+            first = False
+            if guard is None and watch is None:
+                return forward(*args, **kwargs)
+            with saved_tensor_hooks(guard, observe=watch):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _replace_forwards(self) -> None:
+        if not self._forwards:
+            blocks = [(index, reference()) for index, reference in enumerate(self._blocks)]
+            self._forwards = [
+                _Forward(self, index, block) for index, block in blocks if block is not None
+            ]
+
+    def _restore_forwards(self) -> None:
+        for forward in reversed(self._forwards):  # a module may be in the stack twice
+            forward.remove()
+        self._forwards.clear()
+
+    def _guard(self, index: int) -> ParamPager | None:
+        """The pager, when the block has plain weights that stream (it may change place)."""
+        image = None if self._pager is None else self._pager.images.get(index)
+        return self._pager if image is not None and image.has_plain else None
+
+    def _hook(self, index: int, block: nn.Module, pager: ParamPager) -> None:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._pager.enter(index, -1 if in_backward() else 1)
-            if torch.is_grad_enabled() and guards_saved():
-                self._open.enter(index, saved_view_hooks(self._pager))
+            pager.enter(index, -1 if in_backward() else 1)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            self._open.exit(index)
-            if guards_saved():
-                output = _own_memory(output, self._pager)
+            if self._guard(index) is not None:
+                output = _own_memory(output, pager)
             if torch.is_grad_enabled():
-                for tensor in _tensors(output):
+                for tensor in tensors_in(output):
                     if tensor.requires_grad:
                         tensor.register_hook(enter_backward)
             if not in_backward():
-                self._pager.leave(index)
+                pager.leave(index)
             return output
 
         def enter_backward(grad: torch.Tensor) -> None:
-            self._pager.enter(index, -1)
+            pager.enter(index, -1)
             if not self._release_queued:
                 self._release_queued = True
                 engine = torch.autograd.Variable._execution_engine
@@ -81,44 +176,63 @@ class BlockRunner:
         for module in block.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load(index)))
 
-    def new_pass(self) -> None:
-        """Called before the model's own forward, outside any backward."""
-        if not in_backward():
-            self._release_queued = False
-            self._pager.new_pass()
-
     def _release(self) -> None:
         """At the end of a backward: weights are those of the host images again."""
         self._release_queued = False
-        self._pager.release_all()
+        if self._pager is not None:
+            self._pager.release_all()
 
     def _settle(self, index: int) -> Callable[..., None]:
         def settle(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            self._pager.release_all()
+            if self._pager is not None:
+                self._pager.release_all()
 
         return settle
 
     def _before_load(self, index: int) -> Callable[..., None]:
         def before_load(module: nn.Module, *args: Any) -> None:
-            self._pager.invalidate(index)
+            if self._pager is not None:
+                self._pager.invalidate(index)
 
         return before_load
 
 
-class _OpenContexts(threading.local):
-    """Contexts opened by a block's pre-hook and closed by its forward hook, per thread."""
+class _Forward:
+    """A block's `forward`, put in front of its own as an attribute of the instance."""
 
-    def __init__(self) -> None:
-        self._stacks: dict[int, list[AbstractContextManager[Any]]] = {}
+    def __init__(self, runner: BlockRunner, index: int, block: nn.Module) -> None:
+        self._block = weakref.ref(block)
+        self._mine = block.__dict__.get("forward")  # set by someone before
+        runner_ref = weakref.ref(runner)
+        mine = self._mine
+        block_ref = self._block
 
-    def enter(self, index: int, context: AbstractContextManager[Any]) -> None:
-        context.__enter__()
-        self._stacks.setdefault(index, []).append(context)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            own = mine
+            if own is None:
+                here = block_ref()
+                assert here is not None
+                own = type(here).forward.__get__(here)
+            runner_now = runner_ref()
+            if runner_now is None or not self._active:
+                return own(*args, **kwargs)
+            return runner_now.run(index, own, args, kwargs)
 
-    def exit(self, index: int) -> None:
-        stack = self._stacks.get(index)
-        if stack:
-            stack.pop().__exit__(None, None, None)
+        self._active = True
+        self._forward = forward
+        forward.__wrapped__ = type(block).forward if mine is None else mine  # type: ignore[attr-defined]
+        block.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Put the block's own forward back; one wrapped around ours by others passes through."""
+        self._active = False
+        block = self._block()
+        if block is None or block.__dict__.get("forward") is not self._forward:
+            return
+        if self._mine is None:
+            del block.__dict__["forward"]
+        else:
+            block.__dict__["forward"] = self._mine
 
 
 def in_backward() -> bool:
@@ -126,42 +240,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def saved_view_hooks(pager: ParamPager) -> AbstractContextManager[Any]:
-    """Saved-tensor hooks that keep a handle instead of any tensor that views a slot.
-
-    Hooks that are already active (activation checkpointing, a user's) keep seeing every other
-    tensor.
-    """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    outer_pack, outer_unpack = outer if outer is not None else (_same, _same)
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if type(tensor) in (torch.Tensor, nn.Parameter):
-            view = pager.saved_view(tensor)
-            if view is not None:
-                return view
-        return outer_pack(tensor)
-
-    def unpack(packed: Any) -> Any:
-        if isinstance(packed, SavedView):
-            return packed.tensor()
-        return outer_unpack(packed)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
 def _own_memory(output: Any, pager: ParamPager) -> Any:
     """`output` with copies in place of tensors that view a slot (a returned weight, say)."""
     if isinstance(output, torch.Tensor):
-        plain = type(output) in (torch.Tensor, nn.Parameter)
+        plain = type(output) in PLAIN_TYPES
         return output.clone() if plain and pager.saved_view(output) is not None else output
     if not any(
-        type(tensor) in (torch.Tensor, nn.Parameter) and pager.saved_view(tensor) is not None
-        for tensor in _tensors(output)
+        type(tensor) in PLAIN_TYPES and pager.saved_view(tensor) is not None
+        for tensor in tensors_in(output)
     ):
         return output
     if isinstance(output, dict):
@@ -170,13 +256,3 @@ def _own_memory(output: Any, pager: ParamPager) -> Any:
         return output
     items = [_own_memory(item, pager) for item in output]
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, tuple | list):
-        return [tensor for item in output for tensor in _tensors(item)]
-    if isinstance(output, dict):
-        return [tensor for item in output.values() for tensor in _tensors(item)]
-    return []

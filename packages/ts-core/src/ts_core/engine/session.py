@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
+from ts_core.engine.activations import Activations
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_decoded import StoredExperts
@@ -55,6 +56,7 @@ class TrainStreamSession:
     """The streaming state of a wrapped model; `model._trainstream_session`.
 
     Attributes:
+        activations: where each block's activations are; None for a model without blocks.
         events: decisions so far, in plain words.
         config: the options of wrap().
         plan: where each block lives.
@@ -83,6 +85,7 @@ class TrainStreamSession:
         self.optimizer: OffloadAdamW | None = None
         self.pager: ParamPager | None = None
         self.runner: BlockRunner | None = None
+        self.activations: Activations | None = None
         self.experts: ExpertPaging | None = None
         self.stored_experts: StoredExperts | None = None
         self.quantized: dict[str, Any] = {}
@@ -97,7 +100,8 @@ class TrainStreamSession:
     @property
     def adapting(self) -> bool:
         """Whether placement is still being tuned."""
-        return self.adapter is not None and self.adapter.adapting
+        parts = (self.adapter, self.activations)
+        return any(part is not None and part.adapting for part in parts)
 
     @property
     def events(self) -> list[str]:
@@ -113,6 +117,14 @@ class TrainStreamSession:
     def steps(self) -> int:
         """Optimizer steps done."""
         return 0 if self.optimizer is None else self.optimizer.steps_done
+
+    def hook_blocks(self) -> None:
+        """Hooks on the blocks for the pager and the activations there are now, in place of old."""
+        if self.runner is not None:
+            self.runner.remove()
+            self.runner = None
+        if self.pager is not None or self.activations is not None:
+            self.runner = BlockRunner(self.blocks, self.pager, self.activations)
 
     def hook_model(self, model: nn.Module) -> None:
         """Make reads of trained weights wait for their updates in flight."""
@@ -160,6 +172,8 @@ class TrainStreamSession:
         optimizer = self.optimizer
         if optimizer is None or optimizer.updates < UPDATES_BEFORE_RESIDENCE:
             return
+        if self.activations is not None and self.activations.adapting:
+            return  # the peak of a step is not yet what it will be
         if self.adapting and self.plan.paged:
             return  # blocks may come back to the device first
         optimizer.after_step = None
@@ -210,6 +224,8 @@ class TrainStreamSession:
             model.__dict__.pop("zero_grad", None)
         if self.runner is not None:
             self.runner.remove()
+        if self.activations is not None:
+            self.activations.close()
         if self.pager is not None:
             self.pager.close()
         for experts in (self.experts, self.stored_experts):

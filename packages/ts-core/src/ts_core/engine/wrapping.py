@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
+from ts_core.engine.activations import Activations, activation_options, check_activation_options
 from ts_core.engine.adapting import PlacementAdapter
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.blocks import find_blocks
@@ -32,7 +33,6 @@ from ts_core.engine.planning import (
 )
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
-from ts_core.engine.runner import BlockRunner
 from ts_core.engine.served import configure_products, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import OptionError, StateError
@@ -79,6 +79,7 @@ def wrap(
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
     _check_blocks(model, blocks, config)
+    check_activation_options(config, len(blocks))
     experts = experts_to_page(model, config.moe_paging)
     _check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
     log = EventLog(config.verbose)
@@ -172,7 +173,9 @@ def _start(
     session.resident_reservation = device.pool.reserve(resident, "resident blocks")
     if images:
         session.pager = ParamPager(images, copies, plan.slot_count)
-        session.runner = BlockRunner(blocks, session.pager)
+    if blocks:
+        session.activations = Activations(blocks, copies, activation_options(config), log)
+    session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
     elsewhere = frozenset(parameters_of(experts))
@@ -332,11 +335,7 @@ def _made_optimizer(
 
 def _defaults_in_words(config: WrapOptions) -> list[str]:
     lines = []
-    for name in (
-        "activation_offload",
-        "recompute",
-        "cuda_graphs",
-    ):
+    for name in ("cuda_graphs",):
         if getattr(config, name) == "auto":
             lines.append(f"{name}='auto': off, not built in this version")
     for name in ("kernels", "fused_lora"):

@@ -8,15 +8,12 @@ block's inputs, one block's own activations and everything outside the blocks.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ts_core.schedule.plan import human
+from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
 from ts_core.schedule.planner import spread
-
-KEEP = "keep"
-OFFLOAD = "offload"
-RECOMPUTE = "recompute"
 
 RAM_SHARE = 0.60
 RAM_FREE_SHARE = 0.10
@@ -109,10 +106,12 @@ def extra_device_bytes(
     ]
     peak = sum(held) + min(limits.inflight, sum(paged))
     before = 0
-    for index, extra in enumerate(held):
-        ahead = sum(paged[max(0, index - limits.prefetch_depth) : index])
-        peak = max(peak, before + ahead)
+    nearest: deque[int] = deque(maxlen=limits.prefetch_depth)  # paged blocks fetched ahead
+    for extra, size in zip(held, paged, strict=True):
+        peak = max(peak, before + sum(nearest))
         before += extra
+        if size:
+            nearest.append(size)
     return max(peak, 0)
 
 

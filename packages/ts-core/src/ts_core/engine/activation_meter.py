@@ -1,0 +1,138 @@
+"""Measuring what autograd holds for each block, in one forward of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ts_core.engine.activation_pages import PageStore
+from ts_core.schedule.activation_policy import BlockActivations
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_SIMPLE = (
+    torch.Tensor,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+)
+
+
+class ActivationMeter:
+    """Counts the storages that autograd saves, each once, where it is saved first.
+
+    Args:
+        count: blocks of the stack.
+        store: tells what can be paged.
+        weights: tensors that are no activations.
+    """
+
+    def __init__(self, count: int, store: PageStore, weights: Iterable[torch.Tensor]) -> None:
+        self.finished: set[int] = set()
+        self.broken = False
+        self.input_bytes = 0
+        self.sizes: list[list[int]] = [[] for _ in range(count)]
+        self._store = store
+        self._saved = [0] * count
+        self._boundary = [0] * count
+        # A weak reference keeps a storage's identity from being used again in this pass.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._inputs: dict[int, StorageWeakRef] = {}
+        self._ranges: set[tuple[int, int, int]] = set()
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+
+    def observer(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What a block's saved-tensor hook calls with every tensor."""
+
+        def observe(tensor: torch.Tensor) -> None:
+            self._count(index, tensor)
+
+        return observe
+
+    def enter(self, index: int, args: Any, kwargs: Any) -> None:
+        """A block is called with these arguments."""
+        for tensor in tensors_in((args, kwargs)):
+            if not self._counts(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._inputs:
+                self._inputs[storage._cdata] = StorageWeakRef(storage)
+                self._boundary[index] += storage.nbytes()
+
+    def result(self) -> list[BlockActivations]:
+        """What was measured, in the order of the stack."""
+        return [
+            BlockActivations(saved, min(sum(sizes), saved), min(boundary, saved))
+            for saved, sizes, boundary in zip(self._saved, self.sizes, self._boundary, strict=True)
+        ]
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.device == self._store.device
+            and tensor.layout is torch.strided
+            and not isinstance(tensor._base, nn.Parameter)
+            and tensor.untyped_storage()._cdata not in self._weights
+        )
+
+    def _count(self, index: int, tensor: torch.Tensor) -> None:
+        if not self._counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen[storage._cdata] = StorageWeakRef(storage)
+            self._saved[index] += storage.nbytes()
+        covered = self._store.range_of(tensor)
+        if covered is not None and (storage._cdata, *covered) not in self._ranges:
+            self._ranges.add((storage._cdata, *covered))
+            self.sizes[index].append(covered[1])
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def bytes_of(args: Any, kwargs: Any) -> int:
+    """Bytes of the tensors among a block's arguments."""
+    return sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs)))
+
+
+def stateful_argument(value: Any) -> str | None:
+    """The type of an argument that a second forward would change (a key/value cache), if any.
+
+    Known by a method whose name begins with "update"; plain dicts and lists are taken as data.
+    """
+    if isinstance(value, _SIMPLE):
+        return None
+    if type(value) in (tuple, list):
+        return _first(value)
+    if type(value) is dict:
+        return _first(list(value.values()))
+    if any(name.startswith("update") for name in dir(type(value))):
+        return type(value).__name__
+    return None
+
+
+def _first(values: Sequence[Any]) -> str | None:
+    for value in values:
+        found = stateful_argument(value)
+        if found is not None:
+            return found
+    return None
