@@ -15,6 +15,7 @@ ALIASES = {
     "trainstream.integrations.huggingface": "ts_hf",
     "trainstream.quant": "ts_quant",
     "trainstream.fused": "ts_kernels",
+    "trainstream.disk": "ts_core.disk",
     "trainstream.experts": "ts_hf.experts",
     "trainstream.packing": "ts_hf.packing",
 }

@@ -256,8 +256,6 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 _OFF = _one_of("auto", False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "disk_offload": (_one_of(None), "None"),
-    "host_arena": (_OFF, "'auto', False or None"),
     "peer": (_OFF, "'auto', False or None"),
     "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
 }

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
-from ts_core.engine import adapting, wrapping
+from ts_core.engine import wrapping
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.errors import OutOfBudgetError, StateError
+from ts_core.store import placing
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 
 DEPTH = 6
@@ -210,7 +211,7 @@ def test_when_moving_fails_blocks_stay_and_training_goes_on(
     model, optimizer = start(monkeypatch, lambda step: 4.5)
     session = model._trainstream_session
     made = []
-    real = adapting.build_image
+    real = placing.filled_image
 
     def no_memory(index: int, *arguments: Any) -> Any:
         if len(made) == 2:
@@ -218,7 +219,7 @@ def test_when_moving_fails_blocks_stay_and_training_goes_on(
         made.append(index)
         return real(index, *arguments)
 
-    monkeypatch.setattr(adapting, "build_image", no_memory)
+    monkeypatch.setattr(placing, "filled_image", no_memory)
     record = train(model, optimizer, 4)
     assert resident(4).differences(record) == []
     assert paged(model) == 0 and not session.adapting

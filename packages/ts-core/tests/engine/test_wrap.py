@@ -85,8 +85,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("disk_offload", "/tmp"),
-        ("host_arena", 1 << 20),
         ("peer", 1 << 20),
         ("cuda_graphs", True),
     ],

@@ -32,8 +32,15 @@ def test_compute_waits_until_it_is_queued_and_done() -> None:
     thread.join()
 
 
+def test_cancelled_before_it_began() -> None:
+    pending = PendingCopy()
+    pending.cancel()
+    assert not pending.begin() and not pending.query()
+
+
 def test_an_error_reaches_the_one_who_waits() -> None:
     pending = PendingCopy()
+    assert pending.begin()
     pending.fail(OSError("no such disk"))
     with pytest.raises(OSError, match="no such disk"):
         CopyEngine(HostDevice()).wait_compute(pending)
@@ -46,6 +53,8 @@ def test_an_error_reaches_the_one_who_waits() -> None:
 def test_cancelling_waits_for_the_other_thread_to_stop() -> None:
     pending = PendingCopy()
     steps: list[str] = []
+
+    assert pending.begin()
 
     def fill() -> None:
         while not pending.cancelled:

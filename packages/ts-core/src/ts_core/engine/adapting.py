@@ -14,10 +14,9 @@ from torch import nn
 from ts_core.engine.blocks import shared_parameters
 from ts_core.engine.placement import move_resident
 from ts_core.errors import OutOfBudgetError
-from ts_core.memory.arena import default_arena
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions
 from ts_core.schedule.corrections import PeakCorrector
-from ts_core.store import ParamPager, build_image, pageable_leaves
+from ts_core.store import BlockImage, ParamPager, pageable_leaves
 
 if TYPE_CHECKING:
     from ts_core.engine.session import TrainStreamSession
@@ -95,6 +94,8 @@ class PlacementAdapter:
             taken = session.pager.take_out(sorted(paged - set(plan.paged)), plan.slot_count)
             for image in taken:
                 self._bring_back(session, image.index)
+            assert session.store is not None
+            session.store.forget(taken)
         if not plan.paged:
             _stop_streaming(session)
         session.plan = plan
@@ -106,19 +107,22 @@ class PlacementAdapter:
     ) -> None:
         if not indices:
             return
-        images = []
+        images: list[BlockImage] = []
         try:
-            for index in indices:
-                leaves = pageable_leaves(session.blocks[index], self._shared)
-                images.append(build_image(index, leaves, default_arena()))
+            assert session.store is not None
+            images = session.store.build(
+                {index: pageable_leaves(session.blocks[index], self._shared) for index in indices}
+            )
             if session.pager is None:
                 session.pager = ParamPager(images, session.copies, slot_count)
                 session.hook_blocks()
             else:
                 session.pager.put_in(images, slot_count)
         except BaseException:
-            for image in images:  # bound to host images that nothing streams
-                self._bring_back(session, image.index)
+            for index in indices:  # some are bound to host images that nothing streams
+                self._bring_back(session, index)
+            if images and session.store is not None:
+                session.store.forget(images)
             raise
 
     def _bring_back(self, session: TrainStreamSession, index: int) -> None:

@@ -17,6 +17,7 @@ from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.engine.session import EventLog
 from ts_core.errors import OutOfBudgetError
+from ts_core.memory.budget import page_lock_budget
 from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
 from ts_core.optim import OffloadAdamW, checks
 from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
@@ -37,6 +38,7 @@ def machine_profile(device: Device) -> MachineProfile:
         host_available=ram_available_bytes(),
         counts_fixed=device.separate_memory,
         host_floor=host_floor(ram_limit_bytes()),
+        page_lock_bytes=page_lock_budget().size_bytes,
     )
 
 

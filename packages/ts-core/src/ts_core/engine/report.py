@@ -24,7 +24,9 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         gpu (allocated, reserved, peak_allocated; on the host device of the streaming pool),
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
-        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks),
+        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks;
+        bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
+        disk_bytes, kept there, and disk_read_bytes),
         activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons).
@@ -95,6 +97,20 @@ def _params(session: TrainStreamSession) -> dict[str, Any]:
         "loads": 0 if stats is None else stats.loads,
         "demand_loads": 0 if stats is None else stats.demand_loads,
         "load_bytes": 0 if stats is None else stats.load_bytes,
+        **_stored(session),
+    }
+
+
+def _stored(session: TrainStreamSession) -> dict[str, Any]:
+    assert session.store is not None  # wrap() makes one, empty when nothing streams
+    stored = session.store.stored()
+    return {
+        "bounce_bytes": stored.staged_read,
+        "staged_blocks": session.store.blocks_in("staged"),
+        "staged_bytes": stored.staged,
+        "disk_blocks": session.store.blocks_in("disk"),
+        "disk_bytes": stored.disk,
+        "disk_read_bytes": stored.disk_read,
     }
 
 

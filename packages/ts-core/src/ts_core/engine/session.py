@@ -24,7 +24,7 @@ from ts_core.optim import OffloadAdamW
 from ts_core.optim.resident import can_be_resident, device_bytes_needed
 from ts_core.schedule import Plan
 from ts_core.schedule.plan import human
-from ts_core.store import ParamPager, TrainedHome
+from ts_core.store import ImageStore, ParamPager, TrainedHome
 from ts_core.transfer import CopyEngine
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class TrainStreamSession:
         self.log = log
         self.optimizer: OffloadAdamW | None = None
         self.pager: ParamPager | None = None
+        self.store: ImageStore | None = None
         self.runner: BlockRunner | None = None
         self.activations: Activations | None = None
         self.experts: ExpertPaging | None = None
@@ -231,6 +232,8 @@ class TrainStreamSession:
         for experts in (self.experts, self.stored_experts):
             if experts is not None:
                 experts.close()
+        if self.store is not None:
+            self.store.close()
         if self.resident_reservation is not None:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:

@@ -22,6 +22,7 @@ from ts_core.engine.experts import (
     without_experts,
 )
 from ts_core.engine.experts_store import run_stored
+from ts_core.engine.hosting import build_images
 from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.planning import (
@@ -41,7 +42,7 @@ from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optim
 from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
 from ts_core.schedule import make_plan
-from ts_core.store import Leaf, ParamPager, build_image
+from ts_core.store import Leaf, ParamPager
 from ts_core.transfer import CopyEngine
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -161,10 +162,9 @@ def _start(
     session.quantized = quantized
     session.moments = moments
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
-    arena = default_arena()
-    images = [build_image(index, leaves[index], arena) for index in plan.paged]
+    images = build_images(session, {index: leaves[index] for index in plan.paged})
     if experts:
-        session.experts = ExpertPaging(experts, copies, arena)
+        session.experts = ExpertPaging(experts, copies, default_arena())
         paged += session.experts.leaves()
         log(session.experts.in_words())
     session.stored_experts = run_stored(model, blocks, experts)

@@ -93,6 +93,22 @@ class PinnedArena:
         block = self._carve(nbytes, tag, grow)
         return torch.frombuffer(block, dtype=torch.uint8).view(dtype).view(sizes)
 
+    def try_pinned(self, nbytes: int, *, tag: str) -> torch.Tensor | None:
+        """Like `empty` for uint8 [nbytes], or None where page-locking it is refused.
+
+        Without a GPU in use it is plain memory, and never None.
+
+        Raises:
+            OutOfBudgetError: the system has no such memory.
+        """
+        if nbytes <= 0 or not self._cuda_in_use():
+            return self.empty(nbytes, tag=tag)
+        with self._lock:
+            block = self._arena.carve(nbytes, True, tag)
+            if block is None and self._grow_pinned(nbytes):
+                block = self._arena.carve(nbytes, True, tag)
+        return None if block is None else torch.frombuffer(block, dtype=torch.uint8)
+
     def reserve(self, nbytes: int) -> int:
         """Makes sure that one free range holds `nbytes`, in a new slab of that size if none does.
 
@@ -158,6 +174,12 @@ class PinnedArena:
     def cap(self) -> int:
         """The most bytes that will be page-locked."""
         return self._cap or int(DEFAULT_CAP_FRACTION * ram_limit_bytes()) // local_processes()
+
+    @property
+    def held_bytes(self) -> int:
+        """Page-locked bytes, less the largest range of them that is free."""
+        stats = self._arena.stats()
+        return int(stats["pinned_bytes"] - stats["largest_free_pinned"])
 
     @property
     def slab(self) -> int:

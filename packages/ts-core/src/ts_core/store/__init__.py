@@ -6,9 +6,11 @@ from ts_core.store.homes import TrainedHome
 from ts_core.store.images import BlockImage, build_image, pageable_leaves
 from ts_core.store.leaves import Leaf, tensor_leaves
 from ts_core.store.pager import ParamPager
+from ts_core.store.placing import ImageStore
 
 __all__ = [
     "BlockImage",
+    "ImageStore",
     "Leaf",
     "ParamPager",
     "TrainedHome",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -153,6 +153,8 @@ class BlockImage:
                 target.copy_(now)
             self._replaced[position] += replaced
             found = True
+        if found:
+            self.source.wrote()
         return found
 
     def _settle(self, position: int) -> None:
@@ -217,22 +219,21 @@ def _paged_trained(weights: Sequence[torch.Tensor]) -> set[int]:
 
 def leaves_bytes(leaves: Sequence[Leaf]) -> int:
     """Bytes of an image of `leaves`, alignment included."""
-    return _layout(leaves)[1]
+    return lay_out(leaves)[1]
 
 
 def build_image(index: int, leaves: Sequence[Leaf], arena: PinnedArena) -> BlockImage:
     """Copy `leaves` into one new host buffer and bind them to it; their old memory is freed."""
-    placements, size_bytes = _layout(leaves)
+    placements, size_bytes = lay_out(leaves)
     buffer_h = arena.empty((size_bytes,), torch.uint8, tag="weights")
+    return filled_image(index, placements, MemorySource(buffer_h))
+
+
+def filled_image(index: int, placements: Sequence[Placement], source: Source) -> BlockImage:
+    """Copy the leaves into the source's buffer and bind them to it; their old memory is freed."""
     for placement in placements:
-        placement.view(buffer_h).copy_(placement.leaf.get())
-    image = BlockImage(
-        index,
-        MemorySource(buffer_h),
-        tuple(placements),
-        has_plain=any(placement.leaf.attribute is None for placement in placements),
-        _replaced=[0] * len(placements),
-    )
+        placement.view(source.buffer_h).copy_(placement.leaf.get())
+    image = image_over(index, placements, source)
     image.bind_host()
     image.homes = tuple(
         TrainedHome(image, position, placement.leaf.holder)
@@ -242,7 +243,28 @@ def build_image(index: int, leaves: Sequence[Leaf], arena: PinnedArena) -> Block
     return image
 
 
-def _layout(leaves: Sequence[Leaf]) -> tuple[list[Placement], int]:
+def image_over(index: int, placements: Sequence[Placement], source: Source) -> BlockImage:
+    """An image of bytes that are in the source already; nothing is bound to it yet."""
+    return BlockImage(
+        index,
+        source,
+        tuple(placements),
+        has_plain=any(placement.leaf.attribute is None for placement in placements),
+        _replaced=[0] * len(placements),
+    )
+
+
+def bytes_of(placements: Sequence[Placement], size_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of an image in order, leaf by leaf, as uint8 CPU tensors made one at a time."""
+    ends = [placement.offset for placement in placements[1:]] + [size_bytes]
+    for placement, end in zip(placements, ends, strict=True):
+        piece = torch.zeros(end - placement.offset, dtype=torch.uint8)
+        replace(placement, offset=0).view(piece).copy_(placement.leaf.get())
+        yield piece
+
+
+def lay_out(leaves: Sequence[Leaf]) -> tuple[list[Placement], int]:
+    """Where each leaf lies in an image of them all, and the image's bytes."""
     placements = []
     offset = 0
     for leaf in leaves:

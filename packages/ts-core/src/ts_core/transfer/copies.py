@@ -20,7 +20,7 @@ DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
 After: TypeAlias = Event | Sequence[Event | None] | None
 
 
-def _events(after: After) -> list[Event]:
+def events_of(after: After) -> list[Event]:
     """The events to wait for: one, several, or none."""
     if after is None:
         return []
@@ -97,6 +97,10 @@ class CopyEngine:
         """An event after everything queued so far on the calling thread's compute stream."""
         return self.device.compute_stream().record()
 
+    def record_h2d(self) -> Event:
+        """An event after every copy to the device queued so far."""
+        return self._lanes["h2d"].stream.record()
+
     def synchronize(self) -> None:
         """Block until every queued copy has finished."""
         for lane in self._lanes.values():
@@ -117,7 +121,7 @@ class CopyEngine:
                 lane.stats.limit_waits += 1
                 self.device.host_wait(lane.in_flight[0].event)
                 lane.in_flight_bytes -= lane.in_flight.popleft().size_bytes
-            for event in _events(after):
+            for event in events_of(after):
                 edges.wait(self.device, lane.stream, event)
             edges.pause(self.device, lane.stream)
             self.device.copy(dst, src, lane.stream)

@@ -10,12 +10,14 @@ from ts_core.device.base import Event
 class PendingCopy:
     """Stands for the event of a copy whose last part has not been queued yet. Thread-safe.
 
-    The thread that queues it ends it once, with `finish`, `fail` or `abandon`. Others may wait for
-    that (`queued`), or ask it to stop (`cancel`).
+    The thread that queues it calls `begin` and, unless that says no, ends it once: with `finish`,
+    `fail` or `abandon`. Others may wait for that (`queued`), or have it stopped (`cancel`).
     """
 
     def __init__(self) -> None:
         self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._begun = False
         self._cancelled = False
         self._event: Event | None = None
         self._error: BaseException | None = None
@@ -24,6 +26,12 @@ class PendingCopy:
     def cancelled(self) -> bool:
         """Whether the queueing thread should stop and `abandon` it."""
         return self._cancelled
+
+    def begin(self) -> bool:
+        """Whether to queue it: False when it was cancelled before (and is settled then)."""
+        with self._lock:
+            self._begun = not self._cancelled
+            return self._begun
 
     def finish(self, event: Event) -> None:
         """Everything has been queued; `event` follows the last part."""
@@ -60,7 +68,10 @@ class PendingCopy:
 
     def cancel(self) -> None:
         """Have it stopped and wait until nothing more is queued; parts in flight go on."""
-        self._cancelled = True
+        with self._lock:
+            self._cancelled = True
+            if not self._begun:
+                self._settled.set()
         self._settled.wait()
 
     def query(self) -> bool:
