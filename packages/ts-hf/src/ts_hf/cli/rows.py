@@ -92,6 +92,7 @@ def prepare_rows(
     wanted: int,
     share: int,
     assistant_only: bool = False,
+    full_rows: bool = False,
     what: str = "to train on",
 ) -> Rows:
     """At most `wanted` rows; only as many documents are tokenized as they need.
@@ -106,12 +107,13 @@ def prepare_rows(
         wanted: rows that will be read; more are not made.
         share: tokens to take of each text in a first pass, so that rows come from many texts.
         assistant_only: of conversations, only the assistant's turns count in the loss.
+        full_rows: as many rows as make `wanted` full ones when they are packed.
         what: what the rows are for, for the message.
 
     Raises:
         DataError: less than one row; records that the chat template refuses, by file and line.
     """
-    maker = _Maker(tokenizer, seq_length, wanted, assistant_only)
+    maker = _Maker(tokenizer, seq_length, wanted, assistant_only, full_rows)
     maker.make(documents, max(share, seq_length * wanted // max(1, len(documents))))
     maker.problems.raise_any()
     if not maker.rows:
@@ -129,11 +131,20 @@ class _Maker:
     header is past; a second pass takes what is left of the texts in order.
     """
 
-    def __init__(self, tokenizer: Any, seq_length: int, wanted: int, assistant_only: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        seq_length: int,
+        wanted: int,
+        assistant_only: bool,
+        full_rows: bool,
+    ) -> None:
         self.tokenizer = tokenizer
         self.seq_length = seq_length
         self.wanted = wanted
         self.assistant_only = assistant_only
+        self.full_rows = full_rows
+        self.tokens = 0
         self.rows: list[dict[str, Tensor]] = []
         self.openings: list[list[int]] = []
         self.problems = Problems()
@@ -145,7 +156,7 @@ class _Maker:
     def make(self, documents: Sequence[Document], share: int) -> None:
         left: list[list[int] | str] = []
         for document in documents:
-            if len(self.rows) >= self.wanted:
+            if self.enough():
                 break
             if not isinstance(document.record, Text):
                 self._add_record(document)
@@ -155,9 +166,14 @@ class _Maker:
             left.extend([ids[share:], *rest] if len(ids) > share else rest)
             self._add_text(ids[:share])
         for piece in left:
-            if len(self.rows) >= self.wanted:
+            if self.enough():
                 break
             self._add_text(encode(self.tokenizer, piece) if isinstance(piece, str) else piece)
+
+    def enough(self) -> bool:
+        if self.full_rows:
+            return self.tokens >= self.wanted * self.seq_length
+        return len(self.rows) >= self.wanted
 
     def notes(self) -> list[str]:
         told = []
@@ -173,12 +189,16 @@ class _Maker:
             )
         return told
 
+    def _add_row(self, row: dict[str, Tensor]) -> None:
+        self.rows.append(row)
+        self.tokens += len(row["input_ids"])
+
     def _add_text(self, ids: list[int]) -> None:
         self._stream.extend([*ids, *self._end])
-        while len(self._stream) >= self.seq_length and len(self.rows) < self.wanted:
+        while len(self._stream) >= self.seq_length and not self.enough():
             row = torch.tensor(self._stream[: self.seq_length])
             del self._stream[: self.seq_length]
-            self.rows.append({"input_ids": row, "labels": row.clone()})
+            self._add_row({"input_ids": row, "labels": row.clone()})
             if len(self.openings) < OPENINGS:
                 opening = row[: min(_OPENING_TOKENS, self.seq_length // 2)]
                 self.openings.append(opening.tolist())
@@ -198,7 +218,7 @@ class _Maker:
         if not bool(mask[1:].any()):
             self.without_labels += 1
             return
-        self.rows.append({"input_ids": tokens, "labels": tokens.masked_fill(~mask, IGNORED)})
+        self._add_row({"input_ids": tokens, "labels": tokens.masked_fill(~mask, IGNORED)})
         if len(self.openings) < OPENINGS:
             opening = self._opening(document.record, ids, counts)
             self.openings.append(opening[: self.seq_length])

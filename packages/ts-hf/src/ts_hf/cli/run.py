@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import math
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from ts_core.errors import DataError, OptionError, StateError
+from ts_hf.cli.dataset import make_collator, make_rows, planned_steps
 from ts_hf.cli.finish import check_merge, merge_trained, save_trained, write_page
 from ts_hf.cli.folder import RunFolder, write_json
 from ts_hf.cli.history import History
@@ -25,7 +24,7 @@ from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype
 from ts_hf.cli.model import load_for_training, load_tokenizer, model_folder
 from ts_hf.cli.progress import Interruption, ProgressCallback
 from ts_hf.cli.report import memory_by_tier, plot_run, print_report
-from ts_hf.cli.rows import PadCollator, Rows, prepare_rows, split_sources
+from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.samples import generate, prompt_tokens
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import Document, check_sources
@@ -107,7 +106,9 @@ class _Run:
 
     def _prepare_and_train(self, interruption: Interruption) -> int:
         config = self.config
-        documents = split_sources(config.data, config.held_out, config.held_out_share)
+        documents = split_sources(
+            config.data, config.held_out, config.held_out_share, pairs=config.method == "dpo"
+        )
         folder = model_folder(config)
         tokenizer = load_tokenizer(config, folder)
         torch.manual_seed(config.seed)
@@ -141,23 +142,7 @@ class _Run:
                 f"seq_length={config.seq_length} is more than the model's {most} positions. Use "
                 f"at most that."
             )
-        train = prepare_rows(
-            documents[0],
-            tokenizer,
-            seq_length=config.seq_length,
-            wanted=_rows_wanted(config),
-            share=4 * config.seq_length,
-            assistant_only=config.assistant_only,
-        )
-        held_out = prepare_rows(
-            documents[1],
-            tokenizer,
-            seq_length=config.seq_length,
-            wanted=config.eval_rows,
-            share=config.seq_length,
-            assistant_only=config.assistant_only,
-            what="held out",
-        )
+        train, held_out = make_rows(config, documents, tokenizer)
         highest = max(train.highest_token(), held_out.highest_token())
         if highest >= model_config.vocab_size:
             raise DataError(
@@ -206,7 +191,10 @@ class _Run:
         history.add("session", done, **_session())
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         arguments = training_arguments(config, self.folder.checkpoints, self.device, steps)
-        trainer = make_trainer(config, model, arguments, train, held_out, PadCollator(pad))
+        collator = make_collator(config, pad)
+        trainer = make_trainer(config, model, arguments, train, held_out, collator)
+        if config.method == "dpo":
+            self._add_references(trainer, train, held_out, pad)
         progress = ProgressCallback(self.console, history, interruption, trainer.take_tokens)
         trainer.add_callback(progress)
         self.folder.keep(steps=steps)
@@ -242,6 +230,20 @@ class _Run:
         self._samples(trainer, tokenizer, prompts, "after", steps)
         self._finish(trainer, tokenizer, history, progress, steps, after)
         return 0
+
+    def _add_references(self, trainer: Any, train: Rows, held_out: Rows, pad: int) -> None:
+        from ts_hf.cli.preference import add_references
+
+        rows = add_references(
+            trainer,
+            {"train": train, "held_out": held_out},
+            self.folder.path,
+            mark=self.notes["data"],
+            batch_size=self.config.batch_size,
+            pad_id=pad,
+            console=self.console,
+        )
+        trainer.train_dataset, trainer.eval_dataset = rows["train"], rows["held_out"]
 
     def _measure(self, trainer: Any, progress: ProgressCallback, when: str, step: int) -> float:
         """The held-out loss; kept in the history by the callback."""
@@ -337,20 +339,6 @@ class _Run:
         gc.collect()  # the trained model, which nothing here refers to any more
         dtype = DTYPES[self.notes["dtype"]]
         merge_trained(self.config, dtype, self.folder.path, self.console)
-
-
-def planned_steps(config: FinetuneConfig, rows: int) -> int:
-    """Optimizer steps of a run on so many rows."""
-    if config.epochs is None:
-        return config.steps
-    per_step = config.batch_size * config.accumulation
-    return max(1, math.ceil(config.epochs * rows / per_step - 1e-9))
-
-
-def _rows_wanted(config: FinetuneConfig) -> int:
-    if config.epochs is not None:
-        return sys.maxsize
-    return config.steps * config.batch_size * config.accumulation
 
 
 def _has_samples(history: History, when: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PrinterCallback, TrainingArguments
 
 from ts_hf.cli.machine import streaming_options
@@ -21,14 +22,24 @@ class FinetuneTrainer(TrainStreamTrainer):
         """As TrainStreamTrainer's; the batches are still on the host, so counting is cheap."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in samples:
-            mask = batch.get("attention_mask")
-            self._tokens += int(batch["input_ids"].numel() if mask is None else mask.sum())
+            self._tokens += _count(batch)
         return samples, num_items
 
     def take_tokens(self) -> int:
         """Tokens without padding since this was last called."""
         count, self._tokens = self._tokens, 0
         return count
+
+
+def _count(batch: dict[str, Any]) -> int:
+    """Tokens of a batch, without padding."""
+    if batch.get("attention_mask") is not None:
+        return int(batch["attention_mask"].sum())
+    if "position_ids" not in batch:
+        return int(batch["input_ids"].numel())
+    positions = batch["position_ids"]  # of packed rows; 0 all over the padding at the end
+    places = torch.arange(1, positions.shape[1] + 1)
+    return int(((positions > 0) * places).amax(dim=1).sum())
 
 
 def training_arguments(
@@ -76,17 +87,29 @@ def make_trainer(
         OptionError, OutOfBudgetError: block_limit cannot be kept.
     """
     device = "cpu" if arguments.use_cpu else "cuda"
-    trainer = FinetuneTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=held_out,
-        data_collator=collator,
-        trainstream={
+    chunk_size = _loss_chunk(model.config.vocab_size)
+    options: dict[str, Any] = {
+        "model": model,
+        "args": arguments,
+        "train_dataset": train,
+        "eval_dataset": held_out,
+        "data_collator": collator,
+        "trainstream": {
             **streaming_options(model, config.block_limit_bytes, device),
-            "loss_chunk_size": _loss_chunk(model.config.vocab_size),
+            "loss_chunk_size": chunk_size,
         },
-    )
+    }
+    if config.method == "dpo":
+        from ts_hf.cli.preference import PreferenceTrainer
+
+        trainer: FinetuneTrainer = PreferenceTrainer(
+            **options,
+            beta=config.dpo_beta,
+            label_smoothing=config.dpo_label_smoothing,
+            chunk_size=chunk_size,
+        )
+    else:
+        trainer = FinetuneTrainer(**options)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -1,0 +1,78 @@
+"""A run's documents as the rows, batches and steps that its settings ask for."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+from ts_core.errors import OptionError
+from ts_hf.cli.packed import BinCollator, pack_rows
+from ts_hf.cli.pairs import PairCollator, prepare_pairs
+from ts_hf.cli.rows import PadCollator, Rows, prepare_rows
+from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.sources import Document
+
+
+def make_rows(
+    config: FinetuneConfig, documents: tuple[list[Document], list[Document]], tokenizer: Any
+) -> tuple[Rows, Rows]:
+    """(rows to train on, held-out rows).
+
+    Raises:
+        DataError: too little data; records that the chat template refuses, by file and line.
+        OptionError: packing of pairs.
+    """
+    length = config.seq_length
+    wanted = config.steps * config.batch_size * config.accumulation
+    if config.epochs is not None:
+        wanted = sys.maxsize
+    if config.method == "dpo":
+        if config.packing:
+            raise OptionError("packing=true: pairs (method=dpo) are not packed. Leave it out.")
+        return (
+            prepare_pairs(documents[0], tokenizer, seq_length=length, wanted=wanted),
+            prepare_pairs(
+                documents[1],
+                tokenizer,
+                seq_length=length,
+                wanted=config.eval_rows,
+                what="held out",
+            ),
+        )
+    train = prepare_rows(
+        documents[0],
+        tokenizer,
+        seq_length=length,
+        wanted=wanted,
+        share=4 * length,
+        assistant_only=config.assistant_only,
+        full_rows=config.packing,
+    )
+    held_out = prepare_rows(
+        documents[1],
+        tokenizer,
+        seq_length=length,
+        wanted=config.eval_rows,
+        share=length,
+        assistant_only=config.assistant_only,
+        what="held out",
+    )
+    if config.packing:
+        return pack_rows(train, length), pack_rows(held_out, length)
+    return train, held_out
+
+
+def make_collator(config: FinetuneConfig, pad_id: int) -> Any:
+    """What makes batches of the rows."""
+    if config.method == "dpo":
+        return PairCollator(pad_id)
+    return BinCollator(config.seq_length, pad_id) if config.packing else PadCollator(pad_id)
+
+
+def planned_steps(config: FinetuneConfig, rows: int) -> int:
+    """Optimizer steps of a run on so many rows."""
+    if config.epochs is None:
+        return config.steps
+    per_step = config.batch_size * config.accumulation
+    return max(1, math.ceil(config.epochs * rows / per_step - 1e-9))
