@@ -194,3 +194,25 @@ def edit_header() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
         file.write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + length :])
 
     return edit
+
+
+@pytest.fixture
+def tiny_llm(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
+    """A folder with a tiny model and a tokenizer of bytes, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "tiny-llm"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<end>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<end>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tiny_model("llama", vocab_size=len(vocabulary), num_hidden_layers=6).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder

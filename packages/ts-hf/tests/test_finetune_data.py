@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from ts_core.errors import DataError
+from ts_hf.cli.packed import BinCollator, pack_rows
+from ts_hf.cli.pairs import PairCollator, prepare_pairs, with_reference
 from ts_hf.cli.records import Text
 from ts_hf.cli.rows import IGNORED, PadCollator, Rows, prepare_rows, split_sources
 from ts_hf.cli.sources import read_documents, split_documents
@@ -400,3 +403,95 @@ def test_collator_pads_to_the_longest() -> None:
     assert batch["labels"].tolist() == [[1, 2, 3], [4, IGNORED, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert "attention_mask" not in PadCollator(9)(rows[:1])
+
+
+def _pairs(tmp_path: Path, *records: Any, seq_length: int = 60) -> Rows:
+    documents = read_documents([_jsonl(tmp_path / "pairs.jsonl", *records)], pairs=True)
+    return prepare_pairs(documents, Letters(), seq_length=seq_length, wanted=50)
+
+
+def _side(row: dict[str, torch.Tensor], side: str) -> tuple[str, str]:
+    """(text, what counts of it)."""
+    plain = {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"]}
+    return _text(plain), _learned(plain)
+
+
+def test_pairs_of_texts_and_of_messages(tmp_path: Path) -> None:
+    user, good, bad = (
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "good"},
+        {"role": "assistant", "content": "bad"},
+    )
+    rows = _pairs(
+        tmp_path,
+        {"prompt": "p:", "chosen": "yes", "rejected": "no"},
+        {"prompt": [user], "chosen": [good], "rejected": [bad]},
+        {"chosen": [user, good], "rejected": [user, bad]},
+    )
+    assert _side(rows.items[0], "chosen") == ("p:yes\0", "yes\0")
+    assert _side(rows.items[0], "rejected") == ("p:no\0", "no\0")
+    for row in rows.items[1:]:
+        assert _side(row, "chosen") == ("<user>q|\n<assistant>good|\n", "good|\n")
+        assert _side(row, "rejected") == ("<user>q|\n<assistant>bad|\n", "bad|\n")
+    assert "".join(map(chr, rows.openings[1])) == "<user>q|\n<assistant>"
+
+
+def test_pairs_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
+    rows = _pairs(
+        tmp_path,
+        {"prompt": "0123456789", "chosen": "a", "rejected": "b"},
+        {"prompt": "012345678", "chosen": "ab", "rejected": "b"},
+        seq_length=10,
+    )
+    assert [_side(row, "chosen") for row in rows.items] == [("012345678a", "a")]
+    assert rows.notes == (
+        "answers of 1 of 1 pairs are cut off at 10 tokens",
+        "1 pairs are left out: their prompt alone has 10 tokens",
+    )
+    with pytest.raises(DataError, match="no pair whose prompt is shorter than seq_length=4"):
+        _pairs(tmp_path, {"prompt": "0123", "chosen": "a", "rejected": "b"}, seq_length=4)
+
+
+def test_batches_of_pairs(tmp_path: Path) -> None:
+    rows = _pairs(
+        tmp_path,
+        {"prompt": "a", "chosen": "1", "rejected": "22"},
+        {"prompt": "b", "chosen": "333", "rejected": "4"},
+    )
+    rows = with_reference(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    batch = PairCollator(9)(rows.items)
+    texts = [
+        "".join(map(chr, ids[: mask.sum()]))
+        for ids, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"], strict=True)
+    ]
+    assert texts == ["a1\0", "b333\0", "a22\0", "b4\0"]
+    assert batch["reference"].tolist() == [1.0, 3.0, 2.0, 4.0]
+    assert batch["labels"][0].tolist() == [IGNORED, ord("1"), 0, IGNORED, IGNORED]
+
+
+def test_packed_rows_hold_every_record_once(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "completion": chr(ord("a") + i) * (1 + i % 7)} for i in range(26)]
+    rows = _trained(tmp_path, *records, seq_length=20, train_rows=10_000)
+    packed = pack_rows(rows, 20)
+    assert len(packed) < 10 and packed.notes[-1].startswith("packing: 26 records in ")
+    batch = BinCollator(20, 9)(packed.items)
+    assert batch["input_ids"].shape == (len(packed), 20)
+    pieces = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), 20]
+        for begin, end in itertools.pairwise(starts):
+            pieces.append("".join(map(chr, ids[begin:end].tolist())))
+    found = sorted(piece for piece in pieces if piece != "\t")
+    assert found == sorted(_text(row) for row in rows.items)
+    learned = sorted(batch["labels"][batch["labels"] != IGNORED].tolist())
+    assert learned == sorted(
+        token for row in rows.items for token in row["labels"][1:].tolist() if token != IGNORED
+    )
+
+
+def test_packing_takes_as_many_records_as_fill_the_rows(tmp_path: Path) -> None:
+    records = [{"prompt": "p", "completion": f"{i:08d}"} for i in range(100)]
+    documents = read_documents([_jsonl(tmp_path / "d.jsonl", *records)])
+    rows = prepare_rows(documents, Letters(), seq_length=20, wanted=5, share=80, full_rows=True)
+    assert len(rows) == 10  # of 10 tokens each
+    assert len(pack_rows(rows, 20)) == 5

@@ -30,24 +30,6 @@ pytest.importorskip("peft", reason="the optional package peft is not installed")
 
 
 @pytest.fixture
-def tiny_llm(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
-    """A folder with a tiny model and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path / "tiny-llm"
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<end>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    tiny_model("llama", vocab_size=len(vocabulary), num_hidden_layers=6).save_pretrained(folder)
-    fast.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
 def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., FinetuneConfig]:
     """settings(**changes): a run of six steps on a few texts, layers streaming under a limit."""
     texts = tmp_path / "texts"
