@@ -32,12 +32,14 @@ class Attends(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(16, 48)
         self.seen: list[list[int]] = []
+        self.flash: list[bool] = []
         self.fail = False
 
     def forward(self, x: torch.Tensor, attention_mask: Any = None, position_ids: Any = None) -> Any:
         parts = self.qkv(x).unflatten(-1, (3, 2, 8)).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         self.seen.append(order())
+        self.flash.append(torch.backends.cuda.flash_sdp_enabled())
         if self.fail:
             raise ValueError("in the middle")
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=True)
@@ -189,9 +191,12 @@ class Stack(nn.Module):
         return x
 
 
-def test_wrapped_with_a_name_equals_the_kernel_chosen_by_hand() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_wrapped_with_a_name_equals_the_kernel_chosen_by_hand(recompute: bool) -> None:
     x = torch.randn(2, 12, 16)
-    model, optimizer = wrap(Stack(), lr=1e-2, attention="math", param_offload=True, device="host")
+    model, optimizer = wrap(
+        Stack(), lr=1e-2, attention="math", param_offload=True, device="host", recompute=recompute
+    )
     reference = Stack()
     theirs = OffloadAdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(3):
@@ -202,10 +207,13 @@ def test_wrapped_with_a_name_equals_the_kernel_chosen_by_hand() -> None:
         theirs.step()
     for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(found, wanted)
+    for layer in model.layers:  # what backward computed again, too
+        assert len(layer.seen) == 3 * (1 + recompute) and not any(layer.flash)
     assert memory_report(model)["attention"]["backend"] == "math"
     unwrap(model)
     model(x)
     assert torch.backends.cuda.flash_sdp_enabled() and not model._forward_pre_hooks
+    assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
 @pytest.mark.gpu

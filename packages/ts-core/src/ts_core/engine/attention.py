@@ -7,8 +7,10 @@ that both use the same kernel.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device
+from ts_core.engine.own_forward import OwnForward
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -64,10 +67,16 @@ class AttentionChoice:
         self._order: list[SDPBackend] | None = None
         self._entered: list[AbstractContextManager[Any]] = []
         self._handles: list[RemovableHandle] = []
+        self._forwards: list[OwnForward] = []
         self._left_out: set[str] = set()
 
-    def install(self, model: nn.Module) -> None:
-        """Change the order around every forward of `model`."""
+    def install(self, model: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
+        """Change the order around every forward of `model`.
+
+        Args:
+            model: the whole.
+            blocks: what backward may compute again, under the order of the last training forward.
+        """
         if self.mode is None or (self.backend is None and not self._undecided):
             return
 
@@ -94,6 +103,8 @@ class AttentionChoice:
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
         self._handles.append(model.register_forward_hook(after, always_call=True))
+        again = functools.partial(_again, weakref.ref(self))
+        self._forwards = [OwnForward(block, again) for block in blocks]
 
     def again(self) -> AbstractContextManager[Any]:
         """The order of the last training forward, for what backward computes again."""
@@ -104,6 +115,9 @@ class AttentionChoice:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for forward in reversed(self._forwards):
+            forward.remove()
+        self._forwards.clear()
 
     def report(self) -> dict[str, Any]:
         """For memory_report()."""
@@ -147,6 +161,16 @@ class AttentionChoice:
             self._say(f"attention='auto': {fastest} first ({words}; torch's own choice {own:.3f})")
         else:
             self._say(f"attention='auto': torch's own order is as fast as any ({words})")
+
+
+def _again(
+    choice: weakref.ref[AttentionChoice], own: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    here = choice()
+    if here is None or torch._C._current_graph_task_id() == -1:
+        return own(*args, **kwargs)
+    with here.again():
+        return own(*args, **kwargs)
 
 
 class _FirstShape(TorchFunctionMode):

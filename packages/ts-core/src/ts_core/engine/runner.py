@@ -8,6 +8,7 @@ again. Tensors that view a streaming slot are not kept by autograd: a handle fin
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.engine.activation_meter import tensors_in
 from ts_core.engine.activations import Activations
+from ts_core.engine.own_forward import OwnForward
 from ts_core.engine.saved_tensors import PLAIN_TYPES, saved_tensor_hooks
 from ts_core.schedule.plan import OFFLOAD, RECOMPUTE
 from ts_core.store.pager import ParamPager
@@ -42,7 +44,7 @@ class BlockRunner:
         self._pager = pager
         self._activations = activations
         self._handles: list[RemovableHandle] = []
-        self._forwards: list[_Forward] = []
+        self._forwards: list[OwnForward] = []
         self._release_queued = False
         self._blocks = [weakref.ref(block) for block in blocks]
         self._replace_forwards()
@@ -133,7 +135,9 @@ class BlockRunner:
         if not self._forwards:
             blocks = [(index, reference()) for index, reference in enumerate(self._blocks)]
             self._forwards = [
-                _Forward(self, index, block) for index, block in blocks if block is not None
+                OwnForward(block, functools.partial(_run, weakref.ref(self), index))
+                for index, block in blocks
+                if block is not None
             ]
 
     def _restore_forwards(self) -> None:
@@ -197,42 +201,11 @@ class BlockRunner:
         return before_load
 
 
-class _Forward:
-    """A block's `forward`, put in front of its own as an attribute of the instance."""
-
-    def __init__(self, runner: BlockRunner, index: int, block: nn.Module) -> None:
-        self._block = weakref.ref(block)
-        self._mine = block.__dict__.get("forward")  # set by someone before
-        runner_ref = weakref.ref(runner)
-        mine = self._mine
-        block_ref = self._block
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            own = mine
-            if own is None:
-                here = block_ref()
-                assert here is not None
-                own = type(here).forward.__get__(here)
-            runner_now = runner_ref()
-            if runner_now is None or not self._active:
-                return own(*args, **kwargs)
-            return runner_now.run(index, own, args, kwargs)
-
-        self._active = True
-        self._forward = forward
-        forward.__wrapped__ = type(block).forward if mine is None else mine  # type: ignore[attr-defined]
-        block.__dict__["forward"] = forward
-
-    def remove(self) -> None:
-        """Put the block's own forward back; one wrapped around ours by others passes through."""
-        self._active = False
-        block = self._block()
-        if block is None or block.__dict__.get("forward") is not self._forward:
-            return
-        if self._mine is None:
-            del block.__dict__["forward"]
-        else:
-            block.__dict__["forward"] = self._mine
+def _run(
+    runner: weakref.ref[BlockRunner], index: int, own: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    here = runner()
+    return own(*args, **kwargs) if here is None else here.run(index, own, args, kwargs)
 
 
 def in_backward() -> bool:

@@ -212,8 +212,6 @@ class TrainStreamSession:
         """Remove every hook and give the device memory back."""
         if self.optimizer is not None:
             self.optimizer.detach()
-        if self.attention is not None:
-            self.attention.remove()
         for patch in reversed(self.patches):
             patch.undo()
         self.patches.clear()
@@ -225,6 +223,8 @@ class TrainStreamSession:
             model.__dict__.pop("zero_grad", None)
         if self.runner is not None:
             self.runner.remove()
+        if self.attention is not None:
+            self.attention.remove()
         if self.activations is not None:
             self.activations.close()
         if self.pager is not None:

@@ -175,14 +175,14 @@ def _start(
         session.pager = ParamPager(images, copies, plan.slot_count)
     if blocks:
         session.activations = Activations(blocks, copies, activation_options(config), log)
+    session.attention = AttentionChoice(config.attention, device, log)
+    session.attention.install(model, blocks)  # inside what is computed again
     session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
     elsewhere = frozenset(parameters_of(experts))
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     session.hook_model(model)
-    session.attention = AttentionChoice(config.attention, device, log)
-    session.attention.install(model)
     session.watch_for_room()
     for line in _defaults_in_words(config):
         log(line)

@@ -1,0 +1,54 @@
+"""Putting something around a module's `forward`, so that recomputation passes through it too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Around = Callable[[Callable[..., Any], Any, Any], Any]
+
+
+class OwnForward:
+    """A module's `forward`, put in front of its own as an attribute of the instance.
+
+    Unlike hooks it is inside the module's call, and so inside what activation checkpointing calls
+    again in backward. Several nest: the last one put there is outermost.
+
+    Args:
+        module: gets the attribute; not kept alive.
+        around: called as `around(own, args, kwargs)`; returns what the module returns. It must not
+            keep the module alive.
+    """
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        self._module = weakref.ref(module)
+        self._mine = module.__dict__.get("forward")  # set by someone before
+        mine = self._mine
+        module_ref = self._module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            own = mine
+            if own is None:
+                here = module_ref()
+                assert here is not None
+                own = type(here).forward.__get__(here)
+            return around(own, args, kwargs) if self._active else own(*args, **kwargs)
+
+        self._active = True
+        self._forward = forward
+        forward.__wrapped__ = type(module).forward if mine is None else mine  # type: ignore[attr-defined]
+        module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Put the module's own forward back; one wrapped around ours by others passes through."""
+        self._active = False
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self._forward:
+            return
+        if self._mine is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self._mine
