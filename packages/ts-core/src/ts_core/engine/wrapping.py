@@ -201,6 +201,13 @@ def _check_state(
             raise StateError(
                 "the model (or a part of it) is already wrapped. Call unwrap() on it first."
             )
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty:
+        raise OptionError(
+            f"{len(empty)} parameters are on the meta device and hold no values ({empty[0]}, ...). "
+            f"Load the weights first (model.to_empty(device='cpu') and load_state_dict(), or "
+            f"trainstream.load_model()), then wrap."
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             f"optimizer is a {type(optimizer).__name__}. Pass torch.optim.AdamW, "

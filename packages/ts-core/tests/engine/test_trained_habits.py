@@ -1,0 +1,525 @@
+"""What users do to paged trained weights: as in plain torch, or an error.
+
+Every case runs on a model all of whose matrices stream and are trained, and on plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ts_core import OffloadAdamW, unwrap, wrap
+from ts_core.errors import OptionError, StateError
+from ts_core.store.leaves import Leaf
+from ts_core.testing import inject_delays
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x))) * self.scale
+        return out
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+Body = Callable[[Any, Any], Any]
+CLIP: dict[str, Any] = {"max_grad_norm": 1e9}  # the norm is needed, so updates start in step()
+
+
+WHERE = {"device": "host", "torch": "cpu"}
+
+
+def batch(rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, WIDTH).to(WHERE["torch"])
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
+    for _ in range(count):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def streamed(make: Callable[[], nn.Module] = Stack, **options: Any) -> tuple[Any, OffloadAdamW]:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"param_offload": True, "quantize": "none", "device": WHERE["device"], **options}
+    model, wrapped = wrap(model, optimizer, **given)
+    assert model._trainstream_session.homes
+    return model, wrapped
+
+
+def compare(body: Body, make: Callable[[], nn.Module] = Stack, **options: Any) -> None:
+    """Run `body` on a streamed model and on plain torch; trained values agree."""
+    results = []
+    for paged in (True, False):
+        torch.manual_seed(0)
+        if paged:
+            model, optimizer = streamed(make, **options)
+        else:
+            model = make().to(WHERE["torch"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # type: ignore[assignment]
+        with inject_delays(3, max_ms=1.0):
+            result = body(model, optimizer)
+        results.append((model.state_dict(), result))
+    for name, value in results[0][0].items():
+        assert (value.cpu() - results[1][0][name].cpu()).abs().max() <= 2e-6, name
+    if results[0][1] is not None:
+        assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
+
+
+def writes_body(model: Any, optimizer: Any) -> torch.Tensor:
+    steps(model, optimizer)
+    with torch.no_grad():
+        model.layers[0].up.weight.mul_(0.5)
+        model.layers[1].down.weight.copy_(torch.ones(WIDTH, 2 * WIDTH))
+    model.layers[2].up.weight.data = model.layers[2].up.weight.data * 2
+    model.layers[3].up.weight.data.add_(0.125)
+    steps(model, optimizer)
+    read = sum(p.detach().sum().cpu() for p in model.parameters())
+    steps(model, optimizer, 1)
+    with torch.no_grad():
+        model.layers[3].down.weight.add_(0.25)
+        out: torch.Tensor = model(torch.ones_like(batch(2))).sum().cpu() + read
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_writes_between_steps(options: dict[str, Any]) -> None:
+    compare(writes_body, **options)
+
+
+def test_writes_to_low_precision_weights_reach_the_master_copy() -> None:
+    def make() -> nn.Module:
+        return Stack().bfloat16()
+
+    model, optimizer = streamed(make)
+    x = batch().bfloat16()
+    model(x).square().mean().backward()
+    optimizer.step()
+    weight = model.layers[1].up.weight
+    with torch.no_grad():
+        weight.fill_(0.5)
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert (weight.detach().float() - 0.5).abs().max() < 0.03
+    master = optimizer.state[weight]["master"]
+    assert torch.equal(master.bfloat16(), weight.detach())
+    assert (master - 0.5).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_state_dicts_and_resume(options: dict[str, Any]) -> None:
+    """Saved in the middle of a run and loaded into a new one, which goes on alike."""
+    model, optimizer = streamed(**options)
+    steps(model, optimizer, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for _ in range(2):
+        other, theirs = streamed(**options)
+        steps(other, theirs, 1)
+        other.load_state_dict(saved[0])
+        theirs.load_state_dict(saved[1])
+        for each in ((model, optimizer), (other, theirs)):
+            torch.manual_seed(5)
+            steps(*each, 2)
+        expected = model.state_dict()
+        for name, value in other.state_dict().items():
+            assert torch.equal(value, expected[name]), name
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+
+
+def test_loading_into_a_child_of_a_block() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        steps(model, optimizer)
+        weights = {"weight": torch.full((2 * WIDTH, WIDTH), 0.01), "bias": torch.zeros(2 * WIDTH)}
+        model.layers[1].up.load_state_dict(weights)
+        steps(model, optimizer)
+
+    compare(body)
+
+
+def evaluation_body(model: Any, optimizer: Any) -> torch.Tensor:
+    seen = torch.zeros(())
+    for _ in range(3):
+        model(batch()).square().mean().backward()
+        if getattr(optimizer, "max_grad_norm", 1) is not None:
+            x, y = batch(), batch()  # (else updates have started: torch's values are the old ones)
+            with torch.no_grad():
+                seen = seen + (model(x).sum() + model.layers[1](y).sum()).cpu()
+        optimizer.step()
+        with torch.no_grad():
+            seen = seen + (model(batch()).sum() + model.layers[2](batch()).sum()).cpu()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_evaluation_between_backward_and_step() -> None:
+    compare(evaluation_body, **CLIP)
+
+
+def test_groups_schedules_and_parameters_without_a_gradient() -> None:
+    class Partial(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            for k, layer in enumerate(self.layers):
+                if (self.calls + k) % 3:
+                    x = layer(x)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    results = []
+    for paged in (True, False):
+        torch.manual_seed(0)
+        model: Any = Partial()
+        first = [p for layer in model.layers[:2] for p in layer.parameters()]
+        chosen = {id(p) for p in first}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        groups = [{"params": first, "lr": 1e-2, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}]
+        optimizer: Any = torch.optim.AdamW(groups, betas=(0.8, 0.95))
+        if paged:
+            model, optimizer = wrap(
+                model, optimizer, param_offload=True, quantize="none", device="host"
+            )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        with inject_delays(3, max_ms=1.0):
+            for _ in range(6):
+                steps(model, optimizer, 1)
+                schedule.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        assert (value - results[1][name]).abs().max() <= 2e-6, name
+
+
+def looped(model: Any) -> torch.Tensor:
+    x = batch()
+    for index in (0, 2, 1, 3, 0, 0):
+        x = model.layers[index](x)
+    out: torch.Tensor = model.head(x).square().mean()
+    return out
+
+
+def looped_body(model: Any, optimizer: Any) -> None:
+    for _ in range(4):
+        looped(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_blocks_called_several_times_and_out_of_order(options: dict[str, Any]) -> None:
+    compare(looped_body, **options)
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_blocks_whose_gradients_come_in_parts(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU torch starts a new accumulator when a weight changes memory; so it does here."""
+    monkeypatch.setattr("ts_core.device.host.HostDevice.separate_memory", True)
+    proper = Leaf.set
+
+    def set_anew(self: Leaf, tensor: torch.Tensor) -> None:
+        if self.trained:
+            proper(self, tensor.double())  # another dtype: torch drops the accumulator
+        proper(self, tensor)
+
+    monkeypatch.setattr(Leaf, "set", set_anew)
+    parts: list[int] = []
+
+    def body(model: Any, optimizer: Any) -> None:
+        weight = model.layers[0].up.weight
+        weight.register_post_accumulate_grad_hook(lambda _: parts.append(1))
+        for _ in range(3):
+            for _ in range(2):
+                (looped(model) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(body, accumulation_steps=2, **options)
+    assert len(parts) == 3 * 2 * 3 + 3 * 2  # three parts per backward when streamed, one in torch
+
+
+def test_a_block_that_is_in_the_stack_twice() -> None:
+    def make() -> nn.Module:
+        shared = Block()
+        model = Stack()
+        model.layers[1] = model.layers[3] = shared
+        return model
+
+    compare(steps_body, make)
+    compare(steps_body, make, **CLIP)
+
+
+def steps_body(model: Any, optimizer: Any) -> None:
+    steps(model, optimizer, 4)
+
+
+def test_weights_tied_across_blocks_and_with_the_head() -> None:
+    class Tied(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].up.weight = self.layers[0].up.weight
+            self.out = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+            self.out.weight = self.layers[1].down.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.out(torch.cat([x, x], 1)))  # type: ignore[no-any-return]
+
+    compare(steps_body, Tied)
+    model, _ = streamed(Tied)
+    homed = {home.param for home in model._trainstream_session.homes}
+    assert model.layers[0].up.weight not in homed
+    assert model.layers[1].down.weight not in homed
+    assert model.layers[3].down.weight in homed
+
+
+class Wide(Block):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH)
+
+
+def test_heterogeneous_blocks() -> None:
+    sizes = iter([8, 40, 16, 24] * 2)
+    compare(steps_body, lambda: Stack(lambda: Wide(next(sizes))))
+
+
+def test_a_weight_that_is_not_contiguous() -> None:
+    def make() -> nn.Module:
+        model = Stack()
+        for layer in model.layers:
+            layer.up.weight = nn.Parameter(layer.up.weight.detach().t().contiguous().t())
+        return model
+
+    compare(steps_body, make)
+
+
+def test_a_block_weight_used_outside_its_block() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        for _ in range(4):
+            x = batch()
+            for layer in model.layers:
+                x = layer(x)
+                x = x + torch.tanh(F.linear(x, layer.up.weight[:WIDTH]))
+            model.head(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(body)
+
+
+def test_gradient_penalty() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            x = batch().requires_grad_()
+            (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            ((gradient.norm(dim=1) - 1) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(body, **CLIP)
+
+
+def interleaved_body(model: Any, optimizer: Any) -> None:
+    for _ in range(3):
+        first, second = model(batch()).square().mean(), model(batch()).square().mean()
+        second.backward()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_interleaved_micro_batches() -> None:
+    compare(interleaved_body, accumulation_steps=2)
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_a_graph_over_updated_weights_raises_as_in_torch(options: dict[str, Any]) -> None:
+    model, optimizer = streamed(**options)
+    first, second = model(batch()).square().mean(), model(batch()).square().mean()
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    optimizer.zero_grad()
+    steps(model, optimizer, 1)
+
+
+def test_an_exception_in_forward_or_backward_leaves_a_clean_next_step() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        steps(model, optimizer, 2)
+
+        def explode(*_: Any) -> None:
+            raise RuntimeError("in the middle")
+
+        handle = model.layers[2].down.register_forward_hook(explode)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(batch())
+        handle.remove()
+        handle = model.layers[1].register_forward_hook(
+            lambda module, args, output: output.register_hook(explode) and None
+        )
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(batch()).square().mean().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        steps(model, optimizer, 2)
+
+    compare(body, **CLIP)
+
+
+def test_frozen_for_a_while() -> None:
+    def body(model: Any, optimizer: Any) -> None:
+        steps(model, optimizer, 2)
+        model.layers[1].up.weight.requires_grad_(False)
+        steps(model, optimizer, 2)
+        model.layers[1].up.weight.requires_grad_(True)
+        steps(model, optimizer, 2)
+
+    compare(body)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_unwrap_train_on_and_wrap_again(moments: str) -> None:
+    """State and values pass from images to ordinary parameters and back, bit for bit."""
+    results = []
+    for paged in (True, False):
+        given: dict[str, Any] = {"moment_dtype": moments, "param_offload": paged or [], **CLIP}
+        torch.manual_seed(0)
+        model: Any = Stack()
+        model, optimizer = wrap(model, lr=1e-2, quantize="none", device="host", **given)
+        steps(model, optimizer, 2)
+        unwrap(model)
+        assert all(bucket.home is None for bucket in optimizer.buckets)
+        steps(model, optimizer, 2)
+        model, optimizer = wrap(model, optimizer, quantize="none", device="host", **given)
+        assert any(bucket.home is not None for bucket in optimizer.buckets) == paged
+        steps(model, optimizer, 2)
+        results.append(copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"])))
+    for name, value in results[0][0].items():
+        assert torch.equal(value, results[1][0][name]), name
+    for key, entry in results[0][1].items():
+        for name, value in entry.items():
+            assert torch.equal(value, results[1][1][key][name]), (key, name)
+
+
+def test_weights_that_the_optimizer_leaves_out_stay_and_keep_their_gradient() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    left_out = model.layers[1].up.weight
+    trained = [p for p in model.parameters() if p is not left_out]
+    model, optimizer = wrap(
+        model,
+        torch.optim.AdamW(trained, lr=1e-2),
+        param_offload=True,
+        quantize="none",
+        device="host",
+    )
+    assert left_out not in {home.param for home in model._trainstream_session.homes}
+    model(batch()).square().mean().backward()
+    assert left_out.grad is not None
+    optimizer.step()
+
+
+def test_changing_the_dtype_of_a_paged_weight_is_refused() -> None:
+    model, _ = streamed()
+    model.bfloat16()
+    with pytest.raises(StateError, match=r"replaced by a torch\.bfloat16"):
+        model(batch().bfloat16())
+
+
+def test_an_update_that_fails_reaches_the_next_reader() -> None:
+    model, optimizer = streamed(**CLIP)
+    steps(model, optimizer, 1)
+    optimizer.synchronize()
+    bucket = next(b for b in optimizer.buckets if b.home is not None)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the update broke")
+
+    bucket.place.update = broken  # type: ignore[method-assign]
+    steps(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match="the update broke"):
+        model(batch())
+
+
+def test_meta_models_are_refused() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    with pytest.raises(OptionError, match="meta"):
+        wrap(model, lr=1e-2, device="host", quantize="none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["cpu", "gpu"])
+@pytest.mark.parametrize("clip", [{}, CLIP], ids=["eager", "clipped"])
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        (steps_body, {}),
+        (writes_body, {}),
+        (evaluation_body, CLIP),
+        (looped_body, {}),
+        (interleaved_body, {"accumulation_steps": 2}),
+    ],
+)
+def test_on_the_gpu(
+    body: Body,
+    options: dict[str, Any],
+    clip: dict[str, Any],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(WHERE, "device", "cuda")
+    monkeypatch.setitem(WHERE, "torch", "cuda")
+    compare(body, offload=True, optimizer_mode=mode, **{**clip, **options})
+
+
+@pytest.mark.gpu
+def test_unwrap_on_the_gpu_brings_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WHERE, "device", "cuda")
+    monkeypatch.setitem(WHERE, "torch", "cuda")
+    model, optimizer = streamed(offload=True)
+    steps(model, optimizer, 2)
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    unwrap(model)
+    assert all(parameter.is_cuda for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), before[name]), name
+    steps(model, optimizer, 2)
+    assert not torch.equal(model.layers[1].up.weight.cpu(), before["layers.1.up.weight"])
