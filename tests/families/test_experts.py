@@ -10,7 +10,7 @@ import torch
 
 import ts_hf
 from ts_core import memory_report, unwrap
-from ts_core.errors import NotAvailableError, OptionError, OutOfBudgetError
+from ts_core.errors import OptionError, OutOfBudgetError
 from ts_core.testing import inject_delays
 from ts_hf.testing import FAMILIES, token_batch
 
@@ -124,6 +124,23 @@ def test_checkpointing_accumulation_and_clipping(
         )
         with inject_delays(4, max_ms=0.5):
             runs.append(train_steps(model, optimizer, 3, accumulation=2))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("option", ["activation_offload", "recompute"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_beside_paged_and_recomputed_activations(
+    option: str, implementation: str, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    runs = []
+    for paging in (False, True):
+        model = adapted("gpt_oss", lora=ATTENTION, experts_implementation=implementation)
+        extra = {option: True, "min_offload_bytes": 0} if paging else {}
+        model, optimizer = ts_hf.wrap_hf(
+            model.train(), device="cpu", quantize="none", lr=1e-2, moe_paging=paging, **extra
+        )
+        with inject_delays(7, max_ms=0.5):
+            runs.append(train_steps(model, optimizer, 3))
     assert_same(*runs)
 
 
@@ -263,12 +280,6 @@ def test_what_cannot_be_paged_is_refused(adapted: Callable[..., Any]) -> None:
         ts_hf.wrap_hf(adapted("llama"), device="cpu", moe_paging=True)
     with pytest.raises(OptionError, match="are trained"):
         ts_hf.wrap_hf(FAMILIES["mixtral"].build(), device="cpu", moe_paging=True)
-    on_experts = {**ATTENTION, "target_parameters": ["mlp.experts.gate_up_proj"]}
-    model = adapted("mixtral", lora=on_experts)
-    with pytest.raises(NotAvailableError, match="target_parameters"):
-        ts_hf.wrap_hf(model, device="cpu", moe_paging=True)
-    with torch.no_grad():
-        model(**token_batch(0))
 
 
 def test_generation(adapted: Callable[..., Any]) -> None:

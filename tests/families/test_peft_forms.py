@@ -206,26 +206,95 @@ def test_other_methods_of_peft(method: str, train_steps: Train) -> None:
     assert_same(*found)
 
 
+ON_EXPERTS: dict[str, Any] = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_adapters_on_stacked_experts(family: str, train_steps: Train, tmp_path: Path) -> None:
-    changes = {
-        "target_modules": ["q_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    }
+def test_adapters_on_stacked_experts(
+    family: str, implementation: str, train_steps: Train, tmp_path: Path
+) -> None:
+    """PEFT adds to the whole stack; paged by expert, only to the picked ones: the same numbers."""
     found = []
-    for streamed in (True, False):
-        model = adapt(build(family, codec=None), **changes)
+    for options in ({"param_offload": False}, {"param_offload": True}, {"moe_paging": True}):
+        base = build(family, codec=None, experts_implementation=implementation)
+        model = adapt(base, **ON_EXPERTS)
+        model, optimizer = ts_hf.wrap_hf(model, device="cpu", lr=1e-2, quantize="none", **options)
+        with inject_delays(2, max_ms=0.3):
+            found.append(train_steps(model, optimizer, 2))
+    folder = ts_hf.save_adapter(model, tmp_path / "adapter")
+    base = build(family, codec=None, experts_implementation=implementation)
+    again = peft.PeftModel.from_pretrained(base, folder)
+    with torch.no_grad():
+        expected = model.eval()(**token_batch(3)).logits
+        assert torch.equal(again.eval()(**token_batch(3)).logits, expected)
+        with model.disable_adapter(), again.disable_adapter():
+            expected = model(**token_batch(3)).logits
+            assert torch.equal(again(**token_batch(3)).logits, expected)
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+    unwrap(model)
+    with torch.no_grad():
+        assert torch.equal(model(**token_batch(3)).logits, again(**token_batch(3)).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_on_stored_experts(
+    implementation: str, checkpointing: bool, train_steps: Train
+) -> None:
+    """NF4 experts with adapters on them, resident, paged with the block, or paged by expert."""
+    found = []
+    for options in (None, {"param_offload": False}, {"param_offload": True}, {"moe_paging": True}):
+        base = build("qwen3_moe", experts_implementation=implementation)
+        if options is None:
+            base = decoded(base)
+        model = adapt(base, **ON_EXPERTS)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         model, optimizer = ts_hf.wrap_hf(
-            model, device="cpu", lr=1e-2, quantize="none", param_offload=streamed
+            model.train(), device="cpu", lr=1e-2, quantize="none", **(options or {})
         )
-        found.append(train_steps(model, optimizer, 2))
-        if streamed:
-            folder = ts_hf.save_adapter(model, tmp_path / "adapter")
-            again = peft.PeftModel.from_pretrained(build(family, codec=None), folder)
-            with torch.no_grad():
-                expected = model.eval()(**token_batch(3)).logits
-                assert torch.equal(again.eval()(**token_batch(3)).logits, expected)
-    assert_same(*found)
+        with inject_delays(2, max_ms=0.3):
+            found.append(train_steps(model, optimizer, 2))
+    for record in found[1:]:
+        assert_same(record, found[0])
+    with torch.no_grad():
+        expected = model.eval()(**token_batch(3)).logits
+        unwrap(model)
+        found_again = model(**token_batch(3)).logits
+    torch.testing.assert_close(found_again, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_adapters_on_stacked_experts() -> None:
+    base = build("mixtral", codec=None)
+    model = adapt(base, name="one", **ON_EXPERTS)
+    model.add_adapter("two", config(**{**ON_EXPERTS, "r": 2}))
+    seeded(model)
+    model.base_model.set_adapter(["one", "two"])
+    with torch.no_grad():
+        expected = model.eval()(**token_batch(3)).logits
+        model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="none", moe_paging=True)
+        found = model(**token_batch(3)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_autograd_keeps_no_adapted_expert() -> None:
+    base = build("mixtral", experts_implementation="grouped_mm")
+    model, _ = ts_hf.wrap_hf(adapt(base, **ON_EXPERTS), device="cpu", moe_paging=True)
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**token_batch(0, 1, 4)).loss
+    assert kept and max(kept) < 2 * 96 * 64  # values of two experts' smaller matrix
+    loss.backward()
 
 
 @pytest.mark.parametrize("into", ["dequantized", "original", "nf4"])

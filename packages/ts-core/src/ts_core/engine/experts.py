@@ -11,17 +11,23 @@ What a model's layers look like is told by the plug-ins of the group `trainstrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ts_core.engine.experts_calls import ExpertCalls
-from ts_core.engine.experts_decoded import put_forward
-from ts_core.engine.experts_layer import ExpertLayer, StackedExperts, expert_bytes, split_leaves
+from ts_core.engine.experts_decoded import Forwards
+from ts_core.engine.experts_layer import (
+    ExpertLayer,
+    StackAdapter,
+    StackedExperts,
+    expert_bytes,
+    split_leaves,
+)
 from ts_core.engine.experts_slots import SLOTS, ExpertSlots
 from ts_core.errors import NotAvailableError, OptionError
 from ts_core.memory.arena import PinnedArena
@@ -31,7 +37,7 @@ from ts_core.schedule.plan import human
 from ts_core.store.leaves import Leaf
 from ts_core.transfer import CopyEngine
 
-__all__ = ["ExpertPaging", "StackedExperts", "experts_to_page", "find_experts"]
+__all__ = ["ExpertPaging", "StackAdapter", "StackedExperts", "experts_to_page", "find_experts"]
 
 
 def find_experts(model: nn.Module) -> list[StackedExperts]:
@@ -104,9 +110,9 @@ class ExpertPaging:
         most = max(layer.count for layer in self.layers)
         self._hit_h = arena.empty((most + 1,), torch.uint8, tag="experts")
         self.calls = ExpertCalls(self.slots, self.layers, self._hit_h)
-        self._before: dict[int, Callable[..., Any] | None] = {}
+        self._forwards = Forwards()
         for layer in self.layers:
-            self._redirect(layer)
+            self._forwards.redirect(layer.spec, partial(self.calls.run, layer))
 
     def leaves(self) -> list[Leaf]:
         """The plain tensors that stay in host memory."""
@@ -136,20 +142,9 @@ class ExpertPaging:
 
     def close(self) -> None:
         """Give the modules their own forwards back, and the device its memory."""
+        self._forwards.undo()
         self.calls.forget()
         self.slots.close()
         for layer in self.layers:
             layer.image.take_writes()
             layer.image.bind_host()
-            put_forward(layer.spec.module, self._before[layer.index])
-
-    def _redirect(self, layer: ExpertLayer) -> None:
-        module = layer.spec.module
-        self._before[layer.index] = module.__dict__.get("forward")
-        own = module.forward
-
-        @wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.calls.run(layer, own, args, kwargs)
-
-        module.__dict__["forward"] = torch.compiler.disable(forward)  # it reads what was picked

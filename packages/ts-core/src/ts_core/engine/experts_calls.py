@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ts_core.engine.experts_decoded import Decoded, OneByOne, SavedView, replaced, saved_views
+from ts_core.engine.experts_decoded import (
+    ADAPTED,
+    Decoded,
+    Factors,
+    OneByOne,
+    SavedView,
+    fold,
+    picked_factors,
+    replaced,
+    saved_views,
+)
 from ts_core.engine.experts_layer import ExpertLayer, Stack, picked_table
 from ts_core.engine.experts_slots import ExpertSlot, ExpertSlots, Picks, rows_for
 from ts_core.engine.runner import in_backward
@@ -26,6 +36,7 @@ class ExpertCall:
         self.calls = calls
         self.layer = layer
         self.picks = picks
+        self._adapted: dict[int, Factors] = {}
 
     def slot(self) -> ExpertSlot:
         """The slot with this call's experts, for the calling thread's compute stream."""
@@ -36,8 +47,26 @@ class ExpertCall:
         slot = self.slot()
         return self.calls.decoded.get(slot.stacks[stack], stack, row, len(self.picks))
 
+    def adapt(self, stack: int, factors: Factors) -> Tensor:
+        """The stack with what adapters add, differentiable in their factors."""
+        self._adapted[stack] = [(a.detach(), b.detach(), scale) for a, b, scale in factors]
+        return self.calls.decoded.put(stack, fold(self._base(stack), factors))
+
+    def _base(self, stack: int) -> Tensor:
+        if self.layer.stacks[stack].stored:
+            return self.decoded(stack, None)
+        return self.slot().stacks[stack]
+
     def memory(self, key: tuple[int, int | None] | None) -> Tensor:
         """See `experts_decoded.Home`."""
+        if key is not None and key[1] == ADAPTED:
+            self.slot()  # what is kept may be of another call
+            found = self.calls.decoded.find(key)
+            if found is not None:
+                return found
+            stack = key[0]
+            again = fold(self._base(stack), self._adapted[stack]).detach()
+            return self.calls.decoded.put(stack, again)
         if key is not None:
             return self.decoded(*key)
         buffer = self.slot().buffer
@@ -127,9 +156,18 @@ class ExpertCalls:
         self.slots.stats.calls += 1
         self.slots.stats.picked += len(picks)
         slot = call.slot()
-        values: dict[str, Any] = _small_parameters(layer, hit, rows)
+        adapters = spec.adapters()
+        order = _order(hit, layer.count, rows) if layer.small or adapters else None
+        values: dict[str, Any] = {}
+        for name in layer.small:
+            assert order is not None
+            values[name] = getattr(spec.module, name).index_select(0, order)
         for number, stack in enumerate(layer.stacks):
-            values[stack.name] = _stand_in(call, slot, number, stack)
+            added = adapters.get(stack.name)
+            if added:
+                values[stack.name] = call.adapt(number, picked_factors(added, order))
+            else:
+                values[stack.name] = _stand_in(call, slot, number, stack)
         values[spec.count_attribute] = rows
         try:
             with saved_views(call), replaced(spec.module, values):
@@ -162,12 +200,9 @@ def _stand_in(call: ExpertCall, slot: ExpertSlot, number: int, stack: Stack) -> 
     return call.decoded(number, None)
 
 
-def _small_parameters(layer: ExpertLayer, hit: Tensor, rows: int) -> dict[str, Tensor]:
-    """The stacked parameters that stay on the device (biases, trained ones), picked alike."""
-    if not layer.small:
-        return {}
-    order = torch.argsort(hit[: layer.count], descending=True, stable=True)[:rows]
-    if order.numel() < rows:
+def _order(hit: Tensor, count: int, rows: int) -> Tensor:
+    """int64 [rows]: the picked experts in order, then others to fill up; no wait for the device."""
+    order = torch.argsort(hit[:count], descending=True, stable=True)[:rows]
+    if order.numel() < rows:  # one expert in all
         order = torch.cat([order, order.new_zeros(rows - order.numel())])
-    module = layer.spec.module
-    return {name: getattr(module, name).index_select(0, order) for name in layer.small}
+    return order

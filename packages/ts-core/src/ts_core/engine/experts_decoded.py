@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ts_core.engine.experts_layer import StackedExperts
+from ts_core.engine.experts_layer import StackAdapter, StackedExperts
 from ts_core.store.leaves import is_wrapper
 
 
@@ -95,8 +95,37 @@ def replaced(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
         module.__dict__.update(before)
 
 
+ADAPTED = -1
+"""In place of a row: the whole stack with what adapters add."""
+
+
+Factors = list[tuple[Tensor, Tensor, float]]
+
+
+def picked_factors(adapters: Sequence[StackAdapter], order: Tensor | None) -> Factors:
+    """The factors of the experts `order` [rows] names, or of all."""
+    if order is None:
+        return [(a.left, a.right, a.scale) for a in adapters]
+    return [(_select(a.left, order), _select(a.right, order), a.scale) for a in adapters]
+
+
+def _select(matrices: Tensor, order: Tensor) -> Tensor:
+    """matrices[order], its dimensions in memory in the same order: products then round alike."""
+    dims = sorted(range(matrices.dim()), key=matrices.stride, reverse=True)
+    back = sorted(range(len(dims)), key=dims.__getitem__)
+    return matrices.permute(dims).index_select(dims.index(0), order).permute(back)
+
+
+def fold(values: Tensor, factors: Factors) -> Tensor:
+    """A new stack: values + sum of scale * left @ right, in the stack's own dtype."""
+    with torch.autocast(values.device.type, enabled=False):
+        for left, right, scale in factors:
+            values = torch.baddbmm(values, left, right, alpha=scale)
+    return values
+
+
 class Decoded:
-    """Decoded stacks and single experts: of each stack the last that was asked for."""
+    """Decoded (or adapted) stacks and single experts: of each stack the last that was asked for."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, int | None], Tensor] = {}
@@ -113,8 +142,7 @@ class Decoded:
         found = self._values.get((stack, row))
         if found is not None:
             return found
-        for other in [key for key in self._values if key[0] == stack]:
-            del self._values[other]
+        self._drop(stack)
         with torch.no_grad():
             if row is not None:
                 values = stored[row]
@@ -126,6 +154,20 @@ class Decoded:
                 values[:count] = part
         self._values[(stack, row)] = values
         return values
+
+    def put(self, stack: int, values: Tensor) -> Tensor:
+        """Keep an adapted stack in place of what was there of it."""
+        self._drop(stack)
+        self._values[(stack, ADAPTED)] = values
+        return values
+
+    def find(self, key: tuple[int, int | None]) -> Tensor | None:
+        """What is kept under `key`."""
+        return self._values.get(key)
+
+    def _drop(self, stack: int) -> None:
+        for other in [key for key in self._values if key[0] == stack]:
+            del self._values[other]
 
     def key_of(self, tensor: Tensor) -> tuple[int, int | None] | None:
         """Stack and row of the values that `tensor` views, if it does."""
@@ -163,97 +205,42 @@ class OneByOne:
         return self._decode(None)[index]
 
 
-class StoredExperts:
-    """Runs the layers whose stacks are stored in a codec's format and not paged by expert.
-
-    Their weights are wherever their block is (on the device, or in a slot while the block runs).
-
-    Args:
-        experts: modules with at least one stored stack.
-    """
-
-    def __init__(self, experts: Sequence[StackedExperts]) -> None:
-        self._undo: list[tuple[nn.Module, Callable[..., Any] | None]] = []
-        self._decoded = Decoded()
-        self._now: _StoredLayer | None = None
-        for spec in experts:
-            self._redirect(_StoredLayer(self, spec))
-
-    def close(self) -> None:
-        """Give the modules their own forwards back."""
-        self._decoded.clear()
-        for module, before in self._undo:
-            put_forward(module, before)
-
-    def decoded(self, layer: _StoredLayer, stack: int, row: int | None) -> Tensor:
-        """See `Decoded.get`; of one layer at a time."""
-        if self._now is not layer:
-            self._decoded.clear()
-            self._now = layer
-        parameter = layer.spec.module._parameters[layer.names[stack]]
-        assert parameter is not None
-        return self._decoded.get(parameter, stack, row)
-
-    def key_of(self, tensor: Tensor) -> tuple[int, int | None] | None:
-        """See `Decoded.key_of`."""
-        return self._decoded.key_of(tensor)
-
-    def run(self, layer: _StoredLayer, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`forward` with stand-ins for the stored stacks."""
-        self._decoded.clear()
-        self._now = layer
-        one_by_one = layer.spec.one_by_one()
-        values: dict[str, Any] = {}
-        for number, name in enumerate(layer.names):
-            parameter = layer.spec.module._parameters[name]
-            assert parameter is not None
-            if one_by_one:
-                values[name] = OneByOne(parameter, partial(self.decoded, layer, number))
-            else:
-                values[name] = self.decoded(layer, number, None)
-        try:
-            with saved_views(layer), replaced(layer.spec.module, values):
-                return forward(*args, **kwargs)
-        finally:
-            self._decoded.clear()
-
-    def _redirect(self, layer: _StoredLayer) -> None:
-        module = layer.spec.module
-        before = module.__dict__.get("forward")
-        own = module.forward
-
-        @wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.run(layer, own, args, kwargs)
-
-        module.__dict__["forward"] = torch.compiler.disable(forward)
-        self._undo.append((module, before))
-
-
-class _StoredLayer:
-    """One module, as the home of its decoded values."""
-
-    def __init__(self, owner: StoredExperts, spec: StackedExperts) -> None:
-        self._owner = owner
-        self.spec = spec
-        self.names = stored_stacks(spec)
-
-    def saved(self, tensor: Tensor) -> SavedView | None:
-        key = self._owner.key_of(tensor)
-        return None if key is None else SavedView(self, key, self.memory(key), tensor)
-
-    def memory(self, key: tuple[int, int | None]) -> Tensor:
-        return self._owner.decoded(self, *key)
-
-
 def stored_stacks(spec: StackedExperts) -> list[str]:
     """Names of the stacks that are stored in a codec's format."""
     found = [name for name in spec.parameters if is_wrapper(spec.module._parameters[name])]  # type: ignore[arg-type]
     return [name for name in found if hasattr(spec.module._parameters[name], "dequantize")]
 
 
-def put_forward(module: nn.Module, before: Callable[..., Any] | None) -> None:
-    """Undo a replaced forward: `before` is what the instance had, None for the class's own."""
-    module.__dict__.pop("forward", None)
-    if before is not None:
-        module.__dict__["forward"] = before
+class Forwards:
+    """Replaced forwards of modules, and the way back."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+
+    def redirect(self, spec: StackedExperts, run: Callable[..., Any]) -> None:
+        """Let calls of the spec's module go to `run(own forward, args, kwargs)`.
+
+        The modules around it get the forwards that the spec gives them.
+        """
+        own = spec.module.forward
+
+        @wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(own, args, kwargs)
+
+        # Compiled code could not wait for what was picked, nor decode twice.
+        self._put(spec.module, torch.compiler.disable(forward))
+        for module, instead in spec.around:
+            self._put(module, instead)
+
+    def undo(self) -> None:
+        """Every module has its own forward again."""
+        for module, before in self._before:
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
+        self._before.clear()
+
+    def _put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._before.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = forward

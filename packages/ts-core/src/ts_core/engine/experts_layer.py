@@ -21,6 +21,28 @@ from ts_core.store.leaves import Leaf, is_wrapper, tensor_leaves
 
 
 @dataclass(frozen=True)
+class StackAdapter:
+    """What an adapter adds to a stack: scale * left[e] @ right[e] to each expert e.
+
+    Attributes:
+        left: [experts, rows, rank], of the stack's dtype, differentiable.
+        right: [experts, rank, columns], likewise.
+        scale: a number.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float
+
+
+Forward = Callable[..., Any]
+
+
+def _none() -> dict[str, list[StackAdapter]]:
+    return {}
+
+
+@dataclass(frozen=True)
 class StackedExperts:
     """One module whose parameters stack experts, as a model-family plug-in describes it.
 
@@ -34,7 +56,10 @@ class StackedExperts:
             forward reads.
         one_by_one: tells whether its forward, as the model is set now, reads one expert at a time
             (`weight[i]`), so that stored weights can be decoded one at a time.
-        refused: why its experts cannot be paged, or "".
+        refused: why this package cannot run it with its adapters, or "".
+        adapters: what active adapters add to its parameters now, by name.
+        around: modules around it that would add that themselves, to every expert of the whole
+            stack, and the forwards that they have instead while this package adds it.
     """
 
     name: str
@@ -45,6 +70,8 @@ class StackedExperts:
     count_attribute: str = "num_experts"
     one_by_one: Callable[[], bool] = bool
     refused: str = ""
+    adapters: Callable[[], dict[str, list[StackAdapter]]] = _none
+    around: tuple[tuple[nn.Module, Forward], ...] = ()
 
     @property
     def count(self) -> int:

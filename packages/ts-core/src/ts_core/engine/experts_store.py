@@ -9,14 +9,15 @@ from torch import nn
 
 from ts_core.device import Device
 from ts_core.engine.experts import find_experts
-from ts_core.engine.experts_decoded import StoredExperts, stored_stacks
+from ts_core.engine.experts_decoded import stored_stacks
 from ts_core.engine.experts_layer import StackedExperts
+from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.served import serve_decoded
 from ts_core.store.leaves import is_wrapper, stored_bytes
 
 
 def experts_in(model: nn.Module, blocks: Sequence[nn.Module]) -> list[StackedExperts]:
-    """The modules inside `blocks` that stack experts and whose experts no adapter changes."""
+    """The modules inside `blocks` that stack experts, in a form that this package can run."""
     if not any(p.dim() >= 3 for block in blocks for p in block.parameters()):
         return []  # and no plug-in is asked
     inside = {id(module) for block in blocks for module in block.modules()}

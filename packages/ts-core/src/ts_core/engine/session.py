@@ -16,7 +16,7 @@ from ts_core.device import Device
 from ts_core.engine.activations import Activations
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
-from ts_core.engine.experts_decoded import StoredExperts
+from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation

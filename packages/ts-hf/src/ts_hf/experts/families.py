@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from ts_core.engine.experts_layer import StackedExperts
+from ts_hf.experts.adapters import active_adapters, adapters_around, pass_on, why_not
 
 COUNT = "num_experts"
 _ONE_BY_ONE = "eager"
@@ -25,7 +25,7 @@ def find_experts(model: nn.Module) -> list[StackedExperts]:
         a list of modules (those are ordinary weights of their block).
     """
     found = []
-    adapted = _adapted(model)
+    wrappers = adapters_around(model)
     for name, module in model.named_modules():
         count = module.__dict__.get(COUNT)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -47,7 +47,9 @@ def find_experts(model: nn.Module) -> list[StackedExperts]:
                 index_name=position[1],
                 count_attribute=COUNT,
                 one_by_one=partial(_one_by_one, module),
-                refused=adapted.get(id(module), ""),
+                refused=why_not(wrappers.get(id(module), [])),
+                adapters=partial(active_adapters, wrappers.get(id(module), [])),
+                around=tuple((w, partial(pass_on, w)) for w in wrappers.get(id(module), [])),
             )
         )
     return found
@@ -78,20 +80,3 @@ def _one_by_one(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     chosen = getattr(config, "_experts_implementation", _ONE_BY_ONE)
     return chosen == _ONE_BY_ONE
-
-
-def _adapted(model: nn.Module) -> dict[int, str]:
-    """Modules with an adapter on a stacked parameter (PEFT's target_parameters), and why not."""
-    found: dict[int, str] = {}
-    for wrapper in model.modules():
-        if not hasattr(wrapper, "parameter_name") or not hasattr(wrapper, "base_layer"):
-            continue
-        inner: Any = wrapper
-        while hasattr(inner, "base_layer"):
-            inner = inner.base_layer
-        found[id(inner)] = (
-            f"an adapter on its {wrapper.parameter_name!r} (target_parameters) adds to every "
-            f"expert, so no expert can stay behind. Adapt other modules (target_modules), or use "
-            f"moe_paging=False."
-        )
-    return found
