@@ -216,3 +216,17 @@ def tiny_llm(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
     tiny_model("llama", vocab_size=len(vocabulary), num_hidden_layers=6).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are bytes; 0 is padding and 1 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")

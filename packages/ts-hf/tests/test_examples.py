@@ -16,24 +16,14 @@ import torch
 from ts_core import registry
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-VOCABULARY = 260
 
 
 @pytest.fixture
-def model_folder(tiny_model: Callable[..., Any], tmp_path: Path) -> Path:
+def model_folder(tiny_model: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path) -> Path:
     """A tiny Llama with a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     folder = tmp_path / "model"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
-    fast.save_pretrained(folder)
-    tiny_model("llama", vocab_size=VOCABULARY).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    tiny_model("llama", vocab_size=len(byte_tokenizer)).save_pretrained(folder)
     return folder
 
 

@@ -18,6 +18,7 @@ _HOMES = {
     "wrap_hf": "ts_hf.wrapping",
     "TrainStreamTrainer": "ts_hf.training.trainer",
     "TrainStreamCache": "ts_hf.cache",
+    "streaming_trainer": "ts_hf.training.trainer",
     "TrainStreamCallback": "ts_hf.training.memory_log",
     "causal_lm_logprobs": "ts_hf.losses",
     "dpo_loss": "ts_hf.losses",
@@ -46,6 +47,7 @@ __all__ = [
     "pack_sequences",
     "reference_logprobs",
     "save_adapter",
+    "streaming_trainer",
     "wrap_hf",
 ]
 
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from ts_hf.packing import pack_sequences as pack_sequences
     from ts_hf.training.memory_log import TrainStreamCallback as TrainStreamCallback
     from ts_hf.training.trainer import TrainStreamTrainer as TrainStreamTrainer
+    from ts_hf.training.trainer import streaming_trainer as streaming_trainer
     from ts_hf.wrapping import wrap_hf as wrap_hf
 
 

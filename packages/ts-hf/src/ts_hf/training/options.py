@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,34 @@ class TrainerOptions:
         )
 
 
-def choose_collator(packing: bool | int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def by_name(trainer: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a Trainer by their names, whichever were given by position.
+
+    Args:
+        trainer: the class that is being made; the first `__init__` among its bases that names its
+            parameters tells their order.
+
+    Raises:
+        TypeError: more by position than there are, or one given twice.
+    """
+    if not args:
+        return kwargs
+    for cls in trainer.__mro__:
+        init = vars(cls).get("__init__")
+        names = list(inspect.signature(init).parameters) if init is not None else []
+        if "model" in names:
+            break
+    given = dict(zip(names[1:], args, strict=False))
+    twice = sorted(set(given) & set(kwargs))
+    if twice or len(args) >= len(names):
+        raise TypeError(
+            f"{trainer.__name__} got {len(args)} arguments by position, of which "
+            f"{', '.join(twice) or 'the last'} cannot be placed: pass them by name."
+        )
+    return {**given, **kwargs}
+
+
+def choose_collator(packing: bool | int, kwargs: dict[str, Any]) -> None:
     """Put a PackedCollator among the Trainer's arguments, in place, if packing is asked for.
 
     Raises:
@@ -78,12 +106,11 @@ def choose_collator(packing: bool | int, args: tuple[Any, ...], kwargs: dict[str
     if packing is False:
         return
     max_len = None if packing is True else packing
-    given = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
+    given = kwargs.get("data_collator")
     if given is None:
-        model = kwargs.get("model", args[0] if args else None)
         pad_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
         if pad_id is None:
-            pad_id = getattr(getattr(model, "config", None), "pad_token_id", None)
+            pad_id = getattr(getattr(kwargs.get("model"), "config", None), "pad_token_id", None)
         kwargs["data_collator"] = PackedCollator(max_len, pad_id or 0)
     elif not isinstance(given, PackedCollator) or given.max_len != max_len:
         raise OptionError(
