@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainstream._lazy import load
 
 if TYPE_CHECKING:
+    from ts_core import ActivationOffloader as ActivationOffloader
     from ts_core import HardwareProfile as HardwareProfile
     from ts_core import OffloadAdamW as OffloadAdamW
     from ts_core import PagedKVCache as PagedKVCache
@@ -57,6 +58,7 @@ __version__ = "0.8.0"
 
 # Public name -> module that has it.
 _HOME = {
+    "ActivationOffloader": "ts_core",
     "HardwareProfile": "ts_core",
     "OffloadAdamW": "ts_core",
     "PagedKVCache": "ts_core",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         unwrap,
         wrap,
     )
+    from ts_core.engine.activation_offloader import ActivationOffloader
     from ts_core.engine.kv_cache import PagedKVCache
     from ts_core.engine.served import init_lora_from_error
     from ts_core.engine.streamed import StreamedModel
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.8.0"
 
 _WHERE = {
+    "ActivationOffloader": "ts_core.engine.activation_offloader",
     "HardwareProfile": "ts_core.schedule",
     "OffloadAdamW": "ts_core.optim",
     "PagedKVCache": "ts_core.engine.kv_cache",
@@ -49,6 +51,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "ActivationOffloader",
     "HardwareProfile",
     "OffloadAdamW",
     "PagedKVCache",

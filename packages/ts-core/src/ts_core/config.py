@@ -66,10 +66,8 @@ class WrapOptions:
     vram_limit_bytes: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        for name, (accepts, words) in _ACCEPTED.items():
-            value = getattr(self, name)
-            if not accepts(value):
-                raise OptionError(f"{name}={value!r} is not accepted. Use {words}.")
+        for name in _ACCEPTED:
+            check_option(name, getattr(self, name))
         for name, (built, words) in _NOT_BUILT.items():
             value = getattr(self, name)
             if not built(value):
@@ -94,6 +92,22 @@ class WrapOptions:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise OptionError(f"wrap() has no option {name!r}.{hint}")
         return WrapOptions(**options)
+
+
+def check_option(name: str, value: Any, called: str | None = None) -> None:
+    """Refuse a value that wrap() would not take for `name`.
+
+    Args:
+        name: of the option in wrap().
+        value: what was given.
+        called: what the caller names it, if otherwise.
+
+    Raises:
+        OptionError: it is not accepted.
+    """
+    accepts, words = _ACCEPTED[name]
+    if not accepts(value):
+        raise OptionError(f"{called or name}={value!r} is not accepted. Use {words}.")
 
 
 def parse_bytes(name: str, value: Any) -> int | None:

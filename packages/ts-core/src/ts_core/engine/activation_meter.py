@@ -39,7 +39,6 @@ class ActivationMeter:
     def __init__(self, count: int, store: PageStore, weights: Iterable[torch.Tensor]) -> None:
         self.finished: set[int] = set()
         self.broken = False
-        self.input_bytes = 0
         self.sizes: list[list[int]] = [[] for _ in range(count)]
         self._store = store
         self._saved = [0] * count
@@ -107,11 +106,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-
-
-def bytes_of(args: Any, kwargs: Any) -> int:
-    """Bytes of the tensors among a block's arguments."""
-    return sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs)))
 
 
 def stateful_argument(value: Any) -> str | None:

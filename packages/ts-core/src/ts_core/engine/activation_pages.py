@@ -171,6 +171,7 @@ class PageStore:
         self.min_bytes = min_bytes
         self.prefetch_depth = prefetch_depth
         self.stats = PageStats()
+        self.went_back = False  # whether a backward has come here since the pass began
         self._copies = copies
         self.device = copies.device.torch_device
         self._pages: weakref.WeakValueDictionary[Any, Page] = weakref.WeakValueDictionary()
@@ -186,6 +187,7 @@ class PageStore:
         """A forward of the model begins; storages of `weights` (plain tensors) are never paged."""
         with self._lock:
             self._last = None
+            self.went_back = False
             self._weights = {
                 tensor.untyped_storage()._cdata
                 for tensor in weights
@@ -277,6 +279,7 @@ class PageStore:
             if task == -1 or self._reached is call:
                 return
             self._reached = call
+            self.went_back = True
             if task != self._task:
                 self._task = task
                 torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device.base import Device, Timestamp
-from ts_core.engine.activation_meter import ActivationMeter, bytes_of, stateful_argument
+from ts_core.engine.activation_meter import ActivationMeter, stateful_argument, tensors_in
 from ts_core.engine.activation_pages import BlockCall, PageStore
 from ts_core.engine.host_buffers import HostBuffers
 from ts_core.engine.saved_tensors import outer_checkpoint
@@ -51,7 +51,10 @@ _USE_OF_SLACK = 0.9
 
 @dataclass(frozen=True)
 class ActivationOptions:
-    """See wrap() for the first four; `max_slowdown` is set where no plan limits memory."""
+    """See wrap() for the first five and ActivationOffloader for the others.
+
+    `max_slowdown` of None: memory alone decides.
+    """
 
     offload: Any = "auto"
     recompute: Any = "auto"
@@ -61,6 +64,7 @@ class ActivationOptions:
     max_slowdown: float | None = None
     calibrate_steps: int = 3
     tune_window: int = 3
+    trials: bool = True
 
     @property
     def recompute_asked(self) -> Any:
@@ -84,20 +88,20 @@ def activation_options(config: WrapOptions) -> ActivationOptions:
     )
 
 
-def check_activation_options(config: WrapOptions, count: int) -> None:
+def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
     """Refuse what a stack of `count` blocks cannot do.
 
     Raises:
         OptionError: a block that does not exist, or no blocks at all.
     """
-    asked = config.recompute
-    beyond = [i for i in asked if i >= count] if isinstance(asked, list | tuple) else []
+    named = recompute if isinstance(recompute, list | tuple) else ()
+    beyond = [index for index in named if index >= count]
     if beyond:
         raise OptionError(
             f"recompute names blocks {beyond}, but the model has {count}. Use indices from 0 to "
             f"{count - 1}."
         )
-    for name, value in (("activation_offload", config.activation_offload), ("recompute", asked)):
+    for name, value in (("activation_offload", offload), ("recompute", recompute)):
         if count == 0 and value != "auto" and value:
             raise OptionError(
                 f"{name}={value!r} needs a stack of blocks and none was found. Pass blocks=[...]."
@@ -167,7 +171,7 @@ class Activations:
         self._intervals: deque[tuple[Timestamp, Timestamp, int]] = deque()
         self._modes: list[str] = []
         self._moves = False
-        self._probed_bytes = 0
+        self._probed_numel = 0
         self._sizes: list[list[int]] = [[] for _ in blocks]
         self._begin_probe()
         self._say_how_it_begins()
@@ -252,17 +256,11 @@ class Activations:
 
     @property
     def done(self) -> bool:
-        """Whether all activations stay, for good."""
-        return self.skips(0)
+        """Whether blocks run as if nothing were here."""
+        return self._meter is None and not self._moves and not self.adapting
 
-    def skips(self, index: int) -> bool:
-        """Whether a block runs as if nothing were here."""
-        if self._meter is not None or self._moves:
-            return False
-        return index != 0 or not (self.options.searches and self._device.separate_memory)
-
-    def new_pass(self) -> None:
-        """A forward of the model begins, outside any backward."""
+    def new_pass(self, args: Any = (), kwargs: Any = None) -> None:
+        """A forward of the model begins, with these arguments, outside any backward."""
         training = torch.is_grad_enabled()
         if self._low is not None:
             self._give_ram_back(self._low)
@@ -275,12 +273,12 @@ class Activations:
             self._mark = None
         if tuple(self._modes) != self._tuner.current.modes and self._meter is None:
             self._adopt(self._tuner.current)
+        if training:
+            self._look_at_input(args, kwargs)
         self.store.new_pass(self._weights() if OFFLOAD in self._modes else ())
 
     def begin(self, index: int, args: Any, kwargs: Any) -> Span:
         """A block is called in forward with gradients enabled."""
-        if index == 0 and self._meter is None and self._measured_again(args, kwargs):
-            self._begin_probe()
         mode = self._modes[index]
         checkpointed = outer_checkpoint()
         if checkpointed:
@@ -292,8 +290,6 @@ class Activations:
         meter = None if checkpointed else self._meter
         if self._meter is not None:
             self._meter.enter(index, args, kwargs)
-            if index == 0:
-                self._meter.input_bytes = bytes_of(args, kwargs)
         call = self.store.new_call(index)
         previous = call.previous
         self.recomputed += mode == RECOMPUTE
@@ -376,7 +372,6 @@ class Activations:
             self._meter = ActivationMeter(len(self._blocks), self.store, self._weights())
             return
         self.measured = meter.result()
-        self._probed_bytes = meter.input_bytes
         self._meter = None
         limits = ActivationLimits(
             self._device_room(), self._ram_room(), self.options.prefetch_depth, self._inflight()
@@ -389,16 +384,18 @@ class Activations:
     def _search(self, limits: ActivationLimits, share: float | None) -> None:
         options = self.options
         self._limits = limits
-        if share is None and options.recompute == "auto" and self._device.separate_memory:
+        searches = options.trials and self._device.separate_memory
+        if share is None and options.recompute == "auto" and searches:
             self._tuner = RecomputeTuner(self._policy_for, options.tune_window)
         else:
             self._tuner = Fixed(self._policy_for(share or 0.0))
-        if options.max_slowdown is not None and options.offload == "auto":
-            start = self._tuner.current
-            if self._device.separate_memory:
-                self._tuner = SlowdownTuner(
-                    start, options.max_slowdown, options.tune_window, options.calibrate_steps
-                )
+        if options.max_slowdown is not None and options.offload == "auto" and searches:
+            self._tuner = SlowdownTuner(
+                self._policy_for(0.0),
+                options.max_slowdown,
+                options.tune_window,
+                options.calibrate_steps,
+            )
         moves = self._device.separate_memory and options.searches
         self._corrections = _CORRECTIONS if moves and options.max_slowdown is None else 0
         for reason in self._tuner.current.reasons[:-1]:
@@ -428,18 +425,22 @@ class Activations:
     def _inflight(self) -> int:
         return self._copies.max_inflight_bytes
 
-    def _measured_again(self, args: Any, kwargs: Any) -> bool:
-        """Whether this forward has a larger input than the one that was measured."""
-        if not (self.options.searches and self._device.separate_memory):
-            return False
-        now = bytes_of(args, kwargs)
-        if now <= self._probed_bytes * _LARGER:
-            return False
-        self._say(
-            f"activations: an input of {human(now)} instead of {human(self._probed_bytes)}: "
-            f"measuring again"
-        )
-        return True
+    def _look_at_input(self, args: Any, kwargs: Any) -> None:
+        """Measure (again) with the largest input so far."""
+        now = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
+        if self._meter is not None:
+            self._probed_numel = now
+        elif (
+            now > self._probed_numel * _LARGER
+            and self.options.searches
+            and self._device.separate_memory
+        ):
+            self._say(
+                f"activations: an input of {now} values instead of {self._probed_numel}: measuring "
+                f"again"
+            )
+            self._probed_numel = now
+            self._begin_probe()
 
     def _cannot_recompute(self, index: int, stateful: str) -> str:
         if self._stateful is None:

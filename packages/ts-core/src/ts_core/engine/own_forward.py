@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Around = Callable[[Callable[..., Any], Any, Any], Any]
@@ -28,6 +29,7 @@ class OwnForward:
         self._mine = module.__dict__.get("forward")  # set by someone before
         mine = self._mine
         module_ref = self._module
+        self._active = active = [True]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             own = mine
@@ -35,16 +37,15 @@ class OwnForward:
                 here = module_ref()
                 assert here is not None
                 own = type(here).forward.__get__(here)
-            return around(own, args, kwargs) if self._active else own(*args, **kwargs)
+            return around(own, args, kwargs) if active[0] else own(*args, **kwargs)
 
-        self._active = True
-        self._forward = forward
         forward.__wrapped__ = type(module).forward if mine is None else mine  # type: ignore[attr-defined]
-        module.__dict__["forward"] = forward
+        self._forward = torch.compiler.disable(forward)  # a compiled model breaks its graph here
+        module.__dict__["forward"] = self._forward
 
     def remove(self) -> None:
         """Put the module's own forward back; one wrapped around ours by others passes through."""
-        self._active = False
+        self._active[0] = False
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self._forward:
             return

@@ -59,14 +59,14 @@ class BlockRunner:
         self._handles.clear()
         self._restore_forwards()
 
-    def new_pass(self) -> None:
-        """Called before the model's own forward, outside any backward."""
+    def new_pass(self, args: Any = (), kwargs: Any = None) -> None:
+        """Called before the model's own forward, with its arguments."""
         if not in_backward():
             self._release_queued = False
             if self._pager is not None:
                 self._pager.new_pass()
             if self._activations is not None:
-                self._activations.new_pass()
+                self._activations.new_pass(args, kwargs)
                 if self._activations.done and self._pager is None:
                     self._restore_forwards()
                 else:
@@ -76,16 +76,13 @@ class BlockRunner:
         """A block's own forward with its activations treated as decided."""
         guard = self._guard(index)
         activations = self._activations
-        if (
-            activations is None
-            or in_backward()
-            or not torch.is_grad_enabled()
-            or activations.skips(index)
-        ):
+        if activations is None or activations.done or in_backward() or not torch.is_grad_enabled():
             if guard is None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with saved_tensor_hooks(guard):
                 return forward(*args, **kwargs)
+        if activations.store.went_back:
+            activations.new_pass()  # the caller does not go through the model's own forward
         span = activations.begin(index, args, kwargs)
         failed = True
         try:
@@ -121,6 +118,8 @@ class BlockRunner:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             watch = observe if first else None
+            if not first and self._activations is not None:
+                self._activations.store.went_back = True
             if not first and self._pager is not None:
                 self._pager.enter(index, -1)
             first = False
@@ -173,9 +172,13 @@ class BlockRunner:
                 engine.queue_callback(self._release)
 
         self._handles.append(
-            block.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            block.register_forward_pre_hook(
+                torch.compiler.disable(before), with_kwargs=True, prepend=True
+            )
         )
-        self._handles.append(block.register_forward_hook(after, always_call=True))
+        self._handles.append(
+            block.register_forward_hook(torch.compiler.disable(after), always_call=True)
+        )
         self._handles.append(block.register_state_dict_pre_hook(self._settle(index)))
         for module in block.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(self._before_load(index)))

@@ -134,7 +134,7 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 self.optimizer.synchronize()
 
-        def begin(*_: Any) -> None:
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
                     self.optimizer.drop_failed_backward()
@@ -143,7 +143,7 @@ class TrainStreamSession:
                 if not self.optimizer.guard_params or torch.compiler.is_compiling():
                     self.optimizer.synchronize()
             if self.runner is not None:
-                self.runner.new_pass()
+                self.runner.new_pass(args, kwargs)
             if self.experts is not None:
                 self.experts.new_pass()
 
@@ -154,7 +154,7 @@ class TrainStreamSession:
 
         model.__dict__["zero_grad"] = zero_grad  # gradients that have left are dropped too
         self._model = weakref.ref(model)
-        self._handles.append(model.register_forward_pre_hook(begin))
+        self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
 

@@ -80,7 +80,7 @@ def wrap(
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
     _check_blocks(model, blocks, config)
-    check_activation_options(config, len(blocks))
+    check_activation_options(config.activation_offload, config.recompute, len(blocks))
     experts = experts_to_page(model, config.moe_paging)
     _check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
     log = EventLog(config.verbose)
