@@ -22,6 +22,7 @@ USUAL_PACKAGE = {
     "bench": "ts-bench",
     "doctor": "ts-core",
     "finetune": "ts-hf",
+    "plan": "ts-core",
     "report": "ts-bench",
 }
 

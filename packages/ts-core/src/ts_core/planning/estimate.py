@@ -1,0 +1,293 @@
+"""From a model's config to a plan, without its weights and without memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ts_core.config import WrapOptions
+from ts_core.engine.placement import block_leaves, model_profile
+from ts_core.engine.planning import gradients_in_flight, plan_codec
+from ts_core.engine.quantize import quantizable_weights
+from ts_core.engine.quantize_options import bytes_per_weight
+from ts_core.errors import DataError, OptionError
+from ts_core.optim.moments import bytes_per_value
+from ts_core.planning.adapters import add_adapters
+from ts_core.planning.meter import measure_step
+from ts_core.registry import models
+from ts_core.schedule import MachineProfile, ModelProfile, Plan
+from ts_core.schedule.plan import Work, human
+from ts_core.schedule.remedies import Alternative
+from ts_core.store.leaves import stored_bytes
+
+READER = "transformers"
+# Share of RAM that loading a model may fill, as in `load_model`.
+_LOADING_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be trained, and how.
+
+    Attributes:
+        batch, length: sequences per step, and tokens of each.
+        rank: of the adapters; None trains every parameter.
+        dtype: of the weights.
+        moments: how the optimizer keeps moments.
+    """
+
+    batch: int
+    length: int
+    rank: int | None
+    dtype: torch.dtype
+    moments: str = "float32"
+
+    def in_words(self) -> str:
+        """For a headline."""
+        what = "all parameters" if self.rank is None else f"adapters of rank {self.rank}"
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{what}, {kind} weights, {self.batch} x {self.length} tokens"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model as the planner sees it.
+
+    Attributes:
+        profile: bytes and work.
+        weights: per block, count and bytes of the weights that a codec can store.
+        total_bytes: all weights as loaded.
+        parameters: how many.
+        notes: what could not be known.
+    """
+
+    profile: ModelProfile
+    weights: list[tuple[int, int]]
+    total_bytes: int
+    parameters: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer of `trainstream plan`.
+
+    Attributes:
+        model, training: what was asked.
+        described, machine, plan: what came of it.
+        codec: that frozen weights are stored in, or None.
+        loading_bytes: RAM that the weights take while they are loaded.
+        fits: whether loading and training fit.
+        notes: in plain words.
+    """
+
+    model: str
+    training: Training
+    described: Described
+    machine: MachineProfile
+    plan: Plan
+    codec: str | None
+    loading_bytes: int
+    fits: bool
+    notes: tuple[str, ...]
+
+
+def describe(source: str, training: Training, trust_remote_code: bool = False) -> Described:
+    """Build the model of a config with fake tensors, and count.
+
+    Args:
+        source: what the installed reader takes; for ts-hf a folder with a config.json.
+        training: what is to be trained.
+        trust_remote_code: whether code that the folder ships may run.
+
+    Raises:
+        UnknownPluginError: no installed package reads configs.
+        DataError: the source is not readable, or the model has no stack of blocks.
+    """
+    reader = models.get(READER)
+    config = _wrap_options(training, "none")
+    with FakeTensorMode():
+        model: nn.Module = reader.build(source, training.dtype, trust_remote_code)
+        blocks = list(reader.find_blocks(model))
+        if not blocks:
+            raise DataError(f"no stack of repeated blocks was found in the model of {source}.")
+        parameters = sum(p.numel() for p in model.parameters())
+        total = sum(stored_bytes(p) for p in model.parameters())
+        if training.rank is not None:
+            model.requires_grad_(False)
+            if not add_adapters(blocks, training.rank):
+                raise DataError(f"the blocks of {source} have no linear layer to adapt.")
+        profile = model_profile(
+            model,
+            block_leaves(model, blocks),
+            bytes_per_value(training.moments),
+            gradients_in_flight(None, config),
+        )
+        weights = quantizable_weights(blocks)
+        work = _work(model, blocks, training, reader.active_share(model))
+        profile = replace(profile, in_host=0, work=work)
+        notes: tuple[str, ...] = ()
+        try:
+            profile = _with_footprint(profile, model, blocks, training, reader)
+        except Exception as error:
+            # Model code may branch on values, which fake tensors have none of, and raise anything.
+            notes = (
+                f"activations are unknown, and 30 % of device memory is set aside for them: the "
+                f"model cannot be run without its values ({type(error).__name__})",
+            )
+    return Described(profile, weights, total, parameters, notes)
+
+
+def _with_footprint(
+    profile: ModelProfile,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    training: Training,
+    reader: Any,
+) -> ModelProfile:
+    def loss() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            found: torch.Tensor = reader.loss(model, training.batch, training.length)
+        return found
+
+    step = measure_step(model, blocks, loss)
+    return replace(
+        profile,
+        activations=step.activations,
+        inputs=step.inputs,
+        transient=step.transient,
+        head=step.head,
+    )
+
+
+def _work(
+    model: nn.Module, blocks: Sequence[nn.Module], training: Training, active_share: float
+) -> Work:
+    tokens = training.batch * training.length
+    flops = []
+    inside: set[int] = set()
+    for block in blocks:
+        values = 0.0
+        for parameter in block.parameters():
+            inside.add(id(parameter))
+            if parameter.dim() >= 2:
+                values += parameter.numel() * (active_share if parameter.dim() > 2 else 1.0)
+        # Scores and their product with the values, half of them masked out; the width of a block
+        # is taken from its norms.
+        width = max((p.numel() for p in block.parameters() if p.dim() == 1), default=0)
+        attention = 2.0 * training.length * width
+        flops.append(tokens * (2.0 * values + attention))
+    heads = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in inside
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_bytes = sum(p.numel() * p.element_size() for p in trained)
+    return Work(
+        block_flops=tuple(flops),
+        other_flops=2.0 * tokens * sum(weight.numel() for weight in heads),
+        backward=2.0 if training.rank is None else 1.0,
+        updates=sum(p.numel() for p in trained),
+        gradient_bytes=trained_bytes,
+        updated_bytes=trained_bytes,
+    )
+
+
+def plan_training(
+    source: str,
+    training: Training,
+    machine: MachineProfile,
+    quantize: str = "auto",
+    options: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Outcome:
+    """The plan for a model that is known by its config.
+
+    Args:
+        source, training, trust_remote_code: as for `describe`.
+        machine: memory and rates.
+        quantize: as wrap()'s.
+        options: other options of wrap().
+
+    Raises:
+        OptionError: a value that is not accepted.
+    """
+    config = _wrap_options(training, quantize, options)
+    described = describe(source, training, trust_remote_code)
+    plan, codec = plan_codec(
+        described.profile,
+        described.weights,
+        machine,
+        config,
+        training.moments,
+        () if _fits_quickly(described, machine, config, training) else _others(source, training),
+    )
+    loading = _loading_bytes(described, codec, config)
+    notes = list(described.notes)
+    fits = plan.fits
+    if machine.host_available is not None and loading > _LOADING_SHARE * machine.host_available:
+        fits = False
+        notes.append(
+            f"loading needs {human(loading)} of RAM, more than {_LOADING_SHARE:.0%} of the "
+            f"{human(machine.host_available)} there are: store the weights in fewer bytes "
+            f"(--quantize) or use a machine with {human(int(loading / _LOADING_SHARE))}"
+        )
+    return Outcome(source, training, described, machine, plan, codec, loading, fits, tuple(notes))
+
+
+def _fits_quickly(
+    described: Described, machine: MachineProfile, config: WrapOptions, training: Training
+) -> bool:
+    plan, _ = plan_codec(
+        described.profile,
+        described.weights,
+        machine,
+        replace(config, check_memory=False),
+        training.moments,
+    )
+    return plan.fits
+
+
+def _others(source: str, training: Training) -> list[Alternative]:
+    """Trainings that need less, to be tried when this one does not fit."""
+    smaller: list[tuple[str, Training]] = []
+    if training.batch > 1:
+        smaller.append(("a batch of 1 (--batch 1)", replace(training, batch=1)))
+    if training.length > 512:
+        smaller.append(("shorter sequences (--seq 512)", replace(training, length=512)))
+    if training.rank is None:
+        lighter = replace(training, rank=16, dtype=torch.bfloat16)
+        smaller.append(("train adapters (--lora 16)", lighter))
+    return [Alternative(words, describe(source, other).profile) for words, other in smaller]
+
+
+def _wrap_options(
+    training: Training, quantize: str, options: dict[str, Any] | None = None
+) -> WrapOptions:
+    return WrapOptions.from_keywords(
+        {"quantize": quantize, "moment_dtype": training.moments, **(options or {})}
+    )
+
+
+def _loading_bytes(described: Described, codec: str | None, config: WrapOptions) -> int:
+    if codec is None:
+        return described.total_bytes
+    stored = sum(int(count * bytes_per_weight(codec, config)) for count, _ in described.weights)
+    return described.total_bytes - sum(size for _, size in described.weights) + stored
+
+
+def check_training(batch: int, length: int, rank: int | None) -> None:
+    """Refuse numbers that make no training.
+
+    Raises:
+        OptionError: one below 1.
+    """
+    for name, value in (("--batch", batch), ("--seq", length), ("--lora", rank)):
+        if value is not None and value < 1:
+            raise OptionError(f"{name} {value} is not accepted. Use an integer of at least 1.")
