@@ -19,6 +19,7 @@ from ts_core.errors import DataError, OptionError
 from ts_core.optim.moments import bytes_per_value
 from ts_core.planning.adapters import add_adapters
 from ts_core.planning.meter import measure_step
+from ts_core.planning.stack import short_stack
 from ts_core.registry import models
 from ts_core.schedule import MachineProfile, ModelProfile, Plan
 from ts_core.schedule.plan import Work, human
@@ -155,14 +156,21 @@ def _with_footprint(
             found: torch.Tensor = reader.loss(model, training.batch, training.length)
         return found
 
-    step = measure_step(model, blocks, loss)
+    with short_stack(model, blocks) as fewer:
+        step = measure_step(model, fewer, loss)
     return replace(
         profile,
-        activations=step.activations,
-        inputs=step.inputs,
+        activations=_stretched(step.activations, len(blocks)),
+        inputs=_stretched(step.inputs, len(blocks)),
         transient=step.transient,
         head=step.head,
     )
+
+
+def _stretched(values: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Values of all blocks from those of a shorter stack: first, the like ones between, last."""
+    missing = count - len(values)
+    return (*values[:-1], *([values[1]] * missing if missing else ()), values[-1])
 
 
 def _work(

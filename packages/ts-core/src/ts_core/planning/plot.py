@@ -12,7 +12,17 @@ from ts_core.schedule.plan import human
 
 _KINDS = (".png", ".svg", ".pdf")
 _GREEN, _AMBER, _BLUE, _GREY, _RED = "#3a8f5c", "#e0a030", "#4477aa", "#b8bec6", "#c0392b"
-_SHADES = ["#3a8f5c", "#e0a030", "#4477aa", "#8c6bb1", "#66a9a0", "#c2667a", "#9a9a5b"]
+_SHADES = [
+    "#3a8f5c",
+    "#e0a030",
+    "#4477aa",
+    "#8c6bb1",
+    "#66a9a0",
+    "#c2667a",
+    "#9a9a5b",
+    "#5d6d7e",
+    "#d4a5a5",
+]
 _POLICY = {"keep": _GREEN, "offload": _AMBER, "recompute": _BLUE}
 
 
@@ -84,9 +94,9 @@ def _box(index: int, bottom: float, color: str) -> Any:
 def _draw_memory(axes: Any, outcome: Outcome) -> None:
     names = list(dict.fromkeys([*outcome.plan.predicted, *outcome.plan.host]))
     names = [name for name in names if name not in ("total", "budget")]
-    colors = dict(zip(names, _SHADES * 2, strict=False))
+    colors = dict(zip(names, _SHADES, strict=False))
     shown = set()
-    for row, sizes in enumerate((outcome.plan.host, outcome.plan.predicted)):
+    for row, sizes in ((1, outcome.plan.predicted), (0, outcome.plan.host)):
         left = 0.0
         for name in names:
             size = sizes.get(name, 0) / 2**30

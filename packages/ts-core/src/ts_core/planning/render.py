@@ -21,7 +21,7 @@ _NAMES = {
     "gradients": "gradients at once",
     "activations": "activations",
     "activations_reserve": "set aside for activations",
-    "workspace": "temporary tensors, logits",
+    "workspace": "logits, temporary tensors, gradients",
     "weights": "weights of streamed blocks",
     "optimizer_and_gradients": "optimizer state and gradients",
     "measured": "everything else",
@@ -42,7 +42,7 @@ def render(outcome: Outcome) -> list[list[Piece]]:
     lines += [[], *_blocks(outcome), []]
     lines += _memory("device memory", plan.predicted)
     lines += [[], *_memory("host memory", plan.host)]
-    lines.append([(f"  {'while loading':38}{human(outcome.loading_bytes):>11}", "")])
+    lines.append([(f"  {'while loading':39}{human(outcome.loading_bytes):>11}", "")])
     lines += [[], *_time(outcome)]
     for text in [*(plan.reasons if plan.fits else ()), *outcome.notes]:
         lines.append([(f"- {text}", "")])
@@ -90,7 +90,7 @@ def _memory(title: str, sizes: dict[str, int]) -> list[list[Piece]]:
     ]
     for name, size in sizes.items():
         if name not in ("total", "budget") and size:
-            lines.append([(f"  {_NAMES.get(name, name):38}{human(size):>11}", "")])
+            lines.append([(f"  {_NAMES.get(name, name):39}{human(size):>11}", "")])
     return lines
 
 
@@ -115,7 +115,7 @@ def _time(outcome: Outcome) -> list[list[Piece]]:
         "updates": "host updates",
     }
     for name, words in names.items():
-        lines.append([(f"  {words:38}{seconds[name] * 1000:>8.0f} ms", "")])
+        lines.append([(f"  {words:39}{seconds[name] * 1000:>8.0f} ms", "")])
     return lines
 
 

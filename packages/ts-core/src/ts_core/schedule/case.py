@@ -58,26 +58,40 @@ class Case:
             return {"measured": options.reserve}
         if not machine.counts_fixed:
             return {"fixed": 0, "gradients": 0}
-        rest = {"fixed": model.fixed_device, "gradients": model.trained}
+        rest = {"fixed": model.fixed_device}
         if self.policy:
-            kept = sum(
-                size
-                for size, what in zip(model.activations, self.policy, strict=True)
-                if what == KEEP
-            )
-            inputs = sum(
-                size
-                for size, what in zip(model.inputs, self.policy, strict=True)
-                if what == RECOMPUTE
-            )
             largest = max(model.activations)
-            moving = self.policy.count(OFFLOAD)
-            rest["activations"] = kept + inputs + min(moving, _IN_FLIGHT_BLOCKS) * largest
-            again = largest if RECOMPUTE in self.policy else 0
-            rest["workspace"] = max(model.head, again + model.transient)
-        elif machine.device_bytes is not None:
-            rest["activations_reserve"] = int(machine.device_bytes * options.activation_share)
+            moving = min(self.policy.count(OFFLOAD), _IN_FLIGHT_BLOCKS)
+            rest["activations"] = self._held() + moving * largest
+        else:
+            rest["gradients"] = model.trained
+            if machine.device_bytes is not None:
+                rest["activations_reserve"] = int(machine.device_bytes * options.activation_share)
         return rest
+
+    def _held(self) -> int:
+        """Bytes that forward leaves on the device for backward."""
+        kept = zip(self.model.activations, self.model.inputs, self.policy, strict=True)
+        return sum(
+            size if what == KEEP else inputs if what == RECOMPUTE else 0
+            for size, inputs, what in kept
+        )
+
+    def _workspace(self, paged: tuple[int, ...]) -> int:
+        """Temporary bytes at the peak: of the loss, or of some block's backward.
+
+        In backward gradients come while what forward left goes, block by block.
+        """
+        model, blocks = self.model, len(self.policy)
+        again = max(model.activations) if RECOMPUTE in self.policy else 0
+        most = model.gradients(paged)
+        coming = sum(model.trained_pageable) or model.trained
+        going = self._held()
+        gradients = max(
+            min(done * coming // blocks, most) - (done - 1) * going // blocks
+            for done in range(1, blocks + 1)
+        )
+        return max(model.head, again + model.transient + max(gradients, 0))
 
     def shortfall(self, paged: tuple[int, ...]) -> int:
         """Bytes over the device's budget with these blocks paged."""
@@ -94,6 +108,8 @@ class Case:
         }
         if "gradients" in self.rest and self.machine.counts_fixed:
             predicted["gradients"] = self.model.gradients(paged)
+        if "activations" in self.rest:
+            predicted["workspace"] = self._workspace(paged)
         predicted["total"] = sum(predicted.values())
         return predicted
 
@@ -163,6 +179,8 @@ class Case:
         stay = f"{blocks - len(paged)} of {blocks} blocks resident"
         if self.budget is None:
             found = [f"device memory is unbounded: {stay}"]
+        elif not paged:
+            found = [f"{stay}: {human(device['total'])} of a budget of {human(self.budget)}"]
         else:
             found = [
                 f"{stay}, {len(paged)} paged through {slots} slots of {human(slot_bytes)}: "

@@ -100,7 +100,7 @@ def _enough_host(
 
 
 def _least(now: int, holds: Callable[[int], bool]) -> int | None:
-    """The least size above `now` that holds, to about 1 %, in whole MiB; None when none does."""
+    """The least size above `now` that holds, to about 1 %, rounded up; None when none does."""
     low, high = now, max(2 * now, now + _STEP)
     while not holds(high):
         low, high = high, 2 * high
@@ -109,4 +109,5 @@ def _least(now: int, holds: Callable[[int], bool]) -> int | None:
     while high - low > max(_STEP, high // 128):
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
-    return -(-high // _STEP) * _STEP
+    shown = _STEP if high < 1 << 30 else (1 << 30) // 100 + 1  # as `human` shows it, rounded up
+    return -(-high // shown) * shown
