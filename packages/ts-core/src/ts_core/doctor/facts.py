@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 from ts_core import _native
 from ts_core.errors import TrainStreamError
@@ -87,16 +85,21 @@ def _try_page_lock() -> str:
 
 def inspect_machine(native: bool) -> Machine:
     """Cores, RAM and limits of this machine."""
-    from ts_core.memory.ram import page_lock_limit_bytes, ram_available_bytes, ram_limit_bytes
+    from ts_core.memory.ram import (
+        in_container,
+        in_wsl,
+        page_lock_limit_bytes,
+        ram_available_bytes,
+        ram_limit_bytes,
+    )
 
     present = os.cpu_count() or 1
-    release = platform.release().lower()
     return Machine(
         cores_usable=_native.usable_cores() if native else present,
         cores_present=present,
         ram_bytes=ram_limit_bytes(),
         ram_available_bytes=ram_available_bytes(),
         memlock_bytes=page_lock_limit_bytes(),
-        wsl="microsoft" in release,
-        container=any(Path(p).exists() for p in ("/.dockerenv", "/run/.containerenv")),
+        wsl=in_wsl(),
+        container=in_container(),
     )

@@ -31,8 +31,15 @@ def build_images(
     reserved = reserve_arena(session.config.host_arena, arena, session.device, bool(leaves))
     if reserved:
         session.log(f"host_arena: {human(reserved)} reserved up front")
+        if arena.refusal:
+            session.log(f"host_arena: {arena.refusal}")
     session.store = ImageStore(
-        session.copies, arena, page_lock_budget(), session.config.disk_offload, session.log
+        session.copies,
+        arena,
+        page_lock_budget(),
+        session.config.disk_offload,
+        session.log,
+        memory_bytes=session.plan.host.get("weights"),
     )
     return session.store.build(leaves)
 

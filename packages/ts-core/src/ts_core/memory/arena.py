@@ -20,12 +20,8 @@ import torch
 
 from ts_core import _native
 from ts_core.errors import OptionError, OutOfBudgetError
-from ts_core.memory.ram import (
-    local_processes,
-    page_lock_limit_bytes,
-    ram_available_bytes,
-    ram_limit_bytes,
-)
+from ts_core.memory.budget import limits_in_words
+from ts_core.memory.ram import local_processes, ram_available_bytes, ram_limit_bytes
 
 DEFAULT_SLAB_BYTES = 1 << 30
 # Share of RAM that may be page-locked when no cap is given. The planner's budgets are tighter; this
@@ -177,8 +173,10 @@ class PinnedArena:
 
     @property
     def held_bytes(self) -> int:
-        """Page-locked bytes, less the largest range of them that is free."""
+        """Page-locked bytes in use (where plain slabs lie beside them, at most so many)."""
         stats = self._arena.stats()
+        if stats["pinned_bytes"] == stats["slab_bytes"]:
+            return int(stats["used_bytes"])
         return int(stats["pinned_bytes"] - stats["largest_free_pinned"])
 
     @property
@@ -240,7 +238,7 @@ class PinnedArena:
         device = torch.cuda.current_device()
         reason: str = self._arena.add_slab(size, True, device, threads, False)
         if reason:
-            self._refusal = f"page-locking {size} bytes was refused: {reason}{_limit_in_words()}"
+            self._refusal = f"page-locking {size} bytes was refused: {reason}{limits_in_words()}"
             self._refused_bytes = size
         return not reason
 
@@ -268,7 +266,7 @@ class PinnedArena:
         reason: str = self._arena.pin_slabs(self.cap, torch.cuda.current_device())
         if reason:
             self._refusal = (
-                f"page-locking memory mapped earlier was refused: {reason}{_limit_in_words()}"
+                f"page-locking memory mapped earlier was refused: {reason}{limits_in_words()}"
             )
         return True
 
@@ -349,13 +347,6 @@ def _checked_size(name: str, size: int) -> int:
     if size < 0:
         raise ValueError(f"{name}={size}: expected a number of bytes >= 0")
     return size
-
-
-def _limit_in_words() -> str:
-    limit = page_lock_limit_bytes()
-    if limit is None or limit < 0:
-        return ""
-    return f"; ulimit -l is {limit >> 10} KiB (`trainstream doctor` says how to raise it)"
 
 
 def _to_pages(nbytes: int) -> int:

@@ -1,13 +1,16 @@
-"""How much host memory one process may page-lock for weights and optimizer state."""
+"""How much host memory one process may page-lock for the weights of a model."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ts_core.memory.ram import ram_limit_bytes
+from ts_core.memory.ram import (
+    in_container,
+    in_wsl,
+    local_processes,
+    page_lock_limit_bytes,
+    ram_limit_bytes,
+)
 
 PAGE_LOCK_SHARE = 0.4
 
@@ -25,17 +28,14 @@ class PageLockBudget:
     why: str
 
 
-def page_lock_budget(environ: Mapping[str, str] | None = None) -> PageLockBudget:
-    """40 % of the RAM that this process may use, shared between the processes of this machine.
+def page_lock_budget() -> PageLockBudget:
+    """40 % of the RAM that this process may use, shared between the processes of its run.
 
     Whether the system grants it shows when memory is page-locked: neither `ulimit -l` nor the
-    limits of WSL and containers bind every driver, so none of them is taken for granted. A refusal
-    is an event that names them, and what is refused stays pageable.
-
-    Args:
-        environ: where the number of local processes is looked up; None for `os.environ`.
+    limits of WSL and containers bind every driver, so none of them is taken for granted. What is
+    refused stays pageable, with an event that names them (`limits_in_words`).
     """
-    processes = local_processes(environ)
+    processes = local_processes()
     ram_bytes = ram_limit_bytes()
     why = f"{PAGE_LOCK_SHARE:.0%} of {ram_bytes / (1 << 30):.1f} GiB of RAM"
     if processes > 1:
@@ -43,11 +43,16 @@ def page_lock_budget(environ: Mapping[str, str] | None = None) -> PageLockBudget
     return PageLockBudget(int(PAGE_LOCK_SHARE * ram_bytes) // processes, why)
 
 
-def local_processes(environ: Mapping[str, str] | None = None) -> int:
-    """Processes of this run on this machine, as torchrun or Slurm says; 1 when neither does."""
-    values = os.environ if environ is None else environ
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        found = re.match(r"\s*(\d+)", values.get(name, ""))  # Slurm also writes "4(x2)"
-        if found and int(found[1]) > 0:
-            return int(found[1])
-    return 1
+def limits_in_words() -> str:
+    """What may be behind a refusal to page-lock memory, to be put after it; empty if nothing is."""
+    found = []
+    limit = page_lock_limit_bytes()
+    if limit is not None and limit >= 0:
+        found.append(f"ulimit -l is {limit >> 10} KiB")
+    if in_wsl():
+        found.append("WSL allows little page-locked memory")
+    elif in_container():
+        found.append("this is a container")
+    if not found:
+        return ""
+    return f"; {', '.join(found)} (`trainstream doctor` says how to raise the limit)"

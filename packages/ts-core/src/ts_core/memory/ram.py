@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,16 @@ def page_lock_limit_bytes() -> int | None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return -1 if limit == resource.RLIM_INFINITY else limit
+
+
+def in_wsl() -> bool:
+    """Whether this is the Windows Subsystem for Linux."""
+    return "microsoft" in platform.release().lower()
+
+
+def in_container() -> bool:
+    """Whether the process runs in a Docker or Podman container."""
+    return any(Path(path).exists() for path in ("/.dockerenv", "/run/.containerenv"))
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

@@ -147,23 +147,32 @@ class Case:
     def _on_host(self, paged: tuple[int, ...]) -> dict[str, int]:
         model, machine = self.model, self.machine
         images = sum(model.pageable[index] for index in paged)
-        on_disk = 0
-        if self.options.disk and machine.page_lock_bytes is not None:
-            on_disk = max(0, images - machine.page_lock_bytes)
         moved = sum(
             size
             for size, what in zip(model.activations, self.policy, strict=False)
             if what == OFFLOAD
         )
         host = {
-            "weights": images - on_disk,
+            "weights": images,
             "optimizer_and_gradients": model.host_state,
             "activations": moved,
         }
-        host["total"] = sum(host.values())
+        budget = None
         if machine.host_available is not None:
             free = max(0, machine.host_available - machine.host_floor)
-            host["budget"] = free + min(model.in_host, images)
+            budget = free + min(model.in_host, images)
+        if self.options.disk:  # frozen blocks go there that may not be locked, or RAM cannot hold
+            locked = images if machine.page_lock_bytes is None else machine.page_lock_bytes
+            room = images if budget is None else budget - model.host_state - moved
+            stay = sum(
+                model.pageable[index]
+                for index in paged
+                if index < len(model.trained_pageable) and model.trained_pageable[index]
+            )
+            host["weights"] = max(stay, min(images, locked, room))
+        host["total"] = sum(host.values())
+        if budget is not None:
+            host["budget"] = budget
         return host
 
     def _host_shortfall(self, host: dict[str, int]) -> int:

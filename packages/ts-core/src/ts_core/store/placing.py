@@ -59,6 +59,8 @@ class ImageStore:
         budget: the most bytes of it for this process.
         directory: for files; None for none.
         log: told what went where, and why.
+        memory_bytes: the most bytes of images in memory where there is a directory, as planned;
+            None: as many as the budget holds.
         through_ring: whether what the device cannot copy itself goes through a ring of page-locked
             slots; None: on a device with memory of its own.
     """
@@ -70,6 +72,8 @@ class ImageStore:
         budget: PageLockBudget,
         directory: str | os.PathLike[str] | None,
         log: Callable[[str], None],
+        *,
+        memory_bytes: int | None = None,
         through_ring: bool | None = None,
     ) -> None:
         self._copies = copies
@@ -77,6 +81,7 @@ class ImageStore:
         self._budget = budget
         self._directory = directory
         self._log = log
+        self._memory_bytes = memory_bytes
         separate = copies.device.separate_memory
         self._through_ring = separate if through_ring is None else through_ring
         self._stager: Stager | None = None
@@ -190,6 +195,8 @@ class ImageStore:
             return set()
         kept = sum(image.size_bytes for image in self._images if image.source.kind == "memory")
         left = self._budget.size_bytes - max(self._arena.held_bytes, kept)
+        if self._memory_bytes is not None and self._directory is not None:
+            left = min(left, self._memory_bytes - kept)
         trained = [index for index, block in leaves.items() if _is_trained(block)]
         left -= sum(sizes[index] for index in trained)
         frozen = [index for index in leaves if index not in trained]
@@ -256,6 +263,8 @@ class ImageStore:
         if stored.staged == stored.disk == self._refused == 0:
             return
         why = f"the page-lock budget is {_in_words(self._budget.size_bytes)} ({self._budget.why})"
+        if stored.disk and self._memory_bytes is not None:
+            why += f" and the plan has room for {_in_words(self._memory_bytes)} in memory"
         if self._refused:
             why = f"{self._arena.refusal}; {why}"
         places = [f"{len(self.blocks_in('memory'))} of {len(self._images)} paged blocks in memory"]
