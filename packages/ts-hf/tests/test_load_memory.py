@@ -22,11 +22,14 @@ torch.set_num_threads(1)
 import ts_hf
 
 folder, warm, quantize = sys.argv[1], sys.argv[2], sys.argv[3]
+disk = sys.argv[4] if len(sys.argv) > 4 else None
 if quantize == "none":
     quantize = None
 
 def load(path):
-    return ts_hf.load_model(path, quantize=quantize, dtype=torch.bfloat16)
+    return ts_hf.load_model(
+        path, quantize=quantize, dtype=torch.bfloat16, disk_offload=disk
+    )
 
 load(warm)  # import and compile everything, with a model of next to no size
 with open("/proc/self/clear_refs", "w") as stream:
@@ -78,6 +81,25 @@ def _write_checkpoint(folder: Path, layers: int, width: int) -> None:
     index_file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+def _measured(folder: Path, quantize: str, *more: str) -> dict[str, int]:
+    """Peak RSS of loading the large checkpoint in a process of its own, and the bytes kept."""
+    _write_checkpoint(folder / "big", LAYERS, WIDTH)
+    _write_checkpoint(folder / "small", 1, 64)
+    command = [sys.executable, "-c", SCRIPT, str(folder / "big"), str(folder / "small")]
+    command += [quantize, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured through /proc")
+def test_peak_with_layers_on_a_disk_is_one_tensor(tmp_path: Path) -> None:
+    measured = _measured(tmp_path, "none", str(tmp_path / "disk"))
+    assert measured["kept"] > 100 * MIB
+    assert measured["peak"] < 4 * WIDTH * WIDTH * (2 + 2 + 2) + 32 * MIB, measured
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measured through /proc")
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
 def test_peak_is_the_model_plus_one_tensor(quantize: str, tmp_path: Path) -> None:
@@ -85,19 +107,7 @@ def test_peak_is_the_model_plus_one_tensor(quantize: str, tmp_path: Path) -> Non
 
     if quantize != "none" and not codecs.has(quantize):
         pytest.skip("no codec is installed (ts-quant)")
-    _write_checkpoint(tmp_path / "big", LAYERS, WIDTH)
-    _write_checkpoint(tmp_path / "small", 1, 64)
-    command = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        str(tmp_path / "big"),
-        str(tmp_path / "small"),
-        quantize,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
+    measured = _measured(tmp_path, quantize)
     stored = sum(f.stat().st_size for f in (tmp_path / "big").glob("*.safetensors"))
     assert stored > 100 * MIB
     largest = 4 * WIDTH * WIDTH

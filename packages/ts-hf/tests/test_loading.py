@@ -308,15 +308,99 @@ def test_config_overrides(checkpoint: Callable[..., Path]) -> None:
         ts_hf.load_model(folder, quantize=None, hidden_size=128)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("disk_offload", "/tmp/x"),
-    ],
-)
-def test_not_built_yet(option: str, value: Any, checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(NotAvailableError, match=option):
-        ts_hf.load_model(checkpoint("llama"), **{option: value})
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_layers_on_a_disk(
+    family: str,
+    quantize: str | None,
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """disk_offload: mapped files hold the layers; RAM needs only the rest."""
+    folder, place = checkpoint(family, shards=True), tmp_path / "disk"
+    plain = ts_hf.load_model(folder, quantize=quantize, dtype=torch.float32)
+    rest = budget.measure(plain).rest_bytes
+    monkeypatch.setattr(budget, "ram_available_bytes", lambda: rest + 1000)
+    if quantize is None:
+        with pytest.raises(OutOfBudgetError):
+            ts_hf.load_model(folder, quantize=None, dtype=torch.float32)
+    model = ts_hf.load_model(folder, quantize=quantize, dtype=torch.float32, disk_offload=place)
+    _same_state(plain, model)
+    assert list(place.iterdir()) == []  # the files have no names any more
+    maps = Path("/proc/self/maps").read_text()
+    mapped = [line for line in maps.splitlines() if str(place) in line]
+    assert mapped and all("(deleted)" in line for line in mapped)
+    (said,) = [line for line in model.trainstream_load.events if "disk_offload" in line]
+    assert str(place) in said
+    assert {type(p) for p in model.parameters()} == {type(p) for p in plain.parameters()}
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        expected = plain(ids).logits
+        model.lm_head.weight.requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            if "lm_head" not in name:
+                parameter.requires_grad_(False)
+        model, _ = ts_hf.wrap_hf(
+            model, device="cpu", quantize="none", param_offload=True, disk_offload=place
+        )
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_disk_offload_that_cannot_be(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match="disk_offload"):
+        ts_hf.load_model(checkpoint("llama"), disk_offload=tmp_path / "file")
+    with pytest.raises(OptionError, match="disk_offload=3"):
+        ts_hf.load_model(checkpoint("llama"), disk_offload=3)
+
+
+CODE = {
+    "configuration_mine.py": """
+from transformers import LlamaConfig
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import LlamaForCausalLM
+from .configuration_mine import MineConfig
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+""",
+}
+
+
+def test_code_of_the_checkpoint(
+    checkpoint: Callable[..., Path], codec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """trust_remote_code=True runs the folder's own code; without it nothing of it runs."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    folder = checkpoint("llama")
+    plain = ts_hf.load_model(folder, quantize=codec)
+    for name, text in CODE.items():
+        (folder / name).write_text(text)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["model_type"] = "mine"
+    fields["auto_map"] = {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(DataError, match="trust_remote_code=True"):
+        ts_hf.load_model(folder, quantize=codec)
+    model = ts_hf.load_model(folder, quantize=codec, trust_remote_code=True)
+    assert type(model).__name__ == "MineForCausalLM"
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits * 2)
+    assert len(ts_hf.find_decoder_layers(model)) == 4
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,12 @@ class ModelSizes:
     other_matrix: str
     rest_bytes: int
 
-    def total_bytes(self, codec_name: str | None, options: WrapOptions) -> int:
-        """Bytes of the whole model in a codec, or in full precision (None)."""
+    def total_bytes(self, codec_name: str | None, options: WrapOptions, disk: bool = False) -> int:
+        """Bytes of RAM in a codec, or in full precision (None); without the matrices of the
+        layers when those are on a disk.
+        """
+        if disk:
+            return self.rest_bytes
         linear = self.linear_bytes
         if codec_name is not None:
             linear = int(self.linear_values * bytes_per_weight(codec_name, options))
@@ -84,6 +88,7 @@ def choose_codec(
     options: WrapOptions,
     ram_fraction: float,
     report: LoadReport,
+    disk: bool = False,
 ) -> str | None:
     """The codec's name, or None for full precision.
 
@@ -92,6 +97,7 @@ def choose_codec(
         options: quantize, quant_block_size, double_quant, keep_precise; the rest is not looked at.
         ram_fraction: share of free RAM that "auto" plans with.
         report: takes the events.
+        disk: whether the layers' matrices are kept on a disk.
 
     Raises:
         OutOfBudgetError: the model does not fit in the free RAM.
@@ -101,9 +107,9 @@ def choose_codec(
     sizes = measure(model)
     free = ram_available_bytes()
     if options.quantize == "auto":
-        return _automatic(sizes, options, free, ram_fraction, report)
+        return _automatic(sizes, options, free, ram_fraction, report, disk)
     chosen = None if options.quantize in _OFF else str(options.quantize)
-    needed = sizes.total_bytes(chosen, options)
+    needed = sizes.total_bytes(chosen, options, disk)
     if chosen is not None and sizes.other_matrix_bytes:
         if not sizes.mostly_linear:
             raise NotAvailableError(
@@ -136,12 +142,17 @@ def check_stored(size_bytes: int, format_name: str) -> None:
 
 
 def _automatic(
-    sizes: ModelSizes, options: WrapOptions, free: int, ram_fraction: float, report: LoadReport
+    sizes: ModelSizes,
+    options: WrapOptions,
+    free: int,
+    ram_fraction: float,
+    report: LoadReport,
+    disk: bool,
 ) -> str | None:
     from ts_core.registry import codecs
 
     budget = free * ram_fraction
-    plain = sizes.total_bytes(None, options)
+    plain = sizes.total_bytes(None, options, disk)
     if plain <= budget:
         return None
     order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)

@@ -137,6 +137,7 @@ class Filler:
         encode: encodes one weight, or None for no quantization.
         report: counts what was placed.
         frozen: whether every parameter is frozen (as it always is with `encode`).
+        keep: where a parameter's value is kept: takes its name and value, returns the same value.
 
     Values are kept aside until `finish` puts them into the model, so the skeleton stays a skeleton
     while it is being filled, and an error leaves nothing half-made.
@@ -149,8 +150,10 @@ class Filler:
         report: LoadReport,
         *,
         frozen: bool = False,
+        keep: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
+        self._keep = keep
         self.encode = encode
         self.frozen = frozen or encode is not None
         self.only: set[str] | None = None
@@ -183,6 +186,8 @@ class Filler:
         else:
             slot: Tensor = module._parameters[leaf]  # type: ignore[assignment]
             value = self._value(name, tensor, slot.dtype)
+            if self._keep is not None:
+                value = self._keep(name, value)
             trainable = not self.frozen and value.is_floating_point()
             self._made[name] = nn.Parameter(value, requires_grad=trainable)
         self.placed.add(name)

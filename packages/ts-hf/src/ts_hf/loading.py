@@ -11,7 +11,7 @@ import torch
 
 from ts_core.config import WrapOptions
 from ts_core.engine.quantize_options import quantize_options
-from ts_core.errors import NotAvailableError, OptionError
+from ts_core.errors import OptionError
 from ts_core.store.leaves import is_wrapper
 from ts_hf.budget import check_stored, choose_codec
 from ts_hf.checkpoints.keymap import Target, check_shape, plan_targets
@@ -25,6 +25,7 @@ from ts_hf.checkpoints.stored import (
 )
 from ts_hf.fill import Encoder, Filler, LoadReport
 from ts_hf.heap import HeapTrimmer, trim_heap
+from ts_hf.on_disk import LayerFiles
 from ts_hf.random_fill import fill_randomly, random_state
 from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config
 
@@ -72,7 +73,9 @@ def load_model(
         error_rank, error_iters: fit what each matrix lost with that rank (LoftQ), for adapters to
             start at: `ts_core.init_lora_from_error(model)` after adding them, or wrap().
         double_quant: int8 and nf4 scales as one byte each.
-        disk_offload: not available in this version; only None is accepted.
+        disk_offload: None, or a directory on a local disk with room for the model: the matrices of
+            the decoder layers are written to files there as they are read, and mapped, so that RAM
+            need not hold them. Give the same directory to `wrap(disk_offload=...)`.
         random_weights: read no weights: draw them by the architecture's own init rule (on a GPU
             when there is one), for benchmarks at size.
         ram_fraction: share of free RAM that "auto" may plan with, in (0, 1].
@@ -112,10 +115,13 @@ def load_model(
         config, dtype, trust_remote_code=trust_remote_code, options=config_overrides
     )
     report = LoadReport()
+    files = None if disk_offload is None else LayerFiles(model, disk_offload)
     if random_weights or folder is None:
-        _fill_randomly(model, options, ram_fraction, report)
+        _fill_randomly(model, options, ram_fraction, report, files)
     else:
-        _fill_from(folder, stored_config, model, options, ram_fraction, report)
+        _fill_from(folder, stored_config, model, options, ram_fraction, report, files)
+    if files is not None:
+        files.close(report.events.append)
     trim_heap()
     _finish(model, folder)
     report.seconds = time.perf_counter() - started
@@ -131,21 +137,23 @@ def _fill_from(
     options: WrapOptions,
     ram_fraction: float,
     report: LoadReport,
+    files: LayerFiles | None,
 ) -> None:
     """Read a checkpoint into the skeleton."""
+    disk = files is not None
     checkpoint, plan = stored_checkpoint(open_checkpoint(folder), stored_config)
     targets = plan_targets(model, checkpoint)
     expand = False
     if plan is None:
-        report.quantize = choose_codec(model, options, ram_fraction, report)
+        report.quantize = choose_codec(model, options, ram_fraction, report, disk)
     else:
         expand = _stored_choice(plan, targets, options, report)
         if expand:
-            choose_codec(model, options, ram_fraction, report)  # refuses what does not fit
-        else:
+            choose_codec(model, options, ram_fraction, report, disk)  # refuses what does not fit
+        elif not disk:
             check_stored(checkpoint.size_bytes, plan.format)
     encode = _encoder(report, options)
-    filler = Filler(model, encode, report, frozen=report.stored_as is not None)
+    filler = Filler(model, encode, report, frozen=report.stored_as is not None, keep=files)
     wanted = model.state_dict()
     trimmer = HeapTrimmer()
     apart: set[str] = set()  # stored weights whose codes could not be joined
@@ -179,11 +187,15 @@ def _fill_from(
 
 
 def _fill_randomly(
-    model: Any, options: WrapOptions, ram_fraction: float, report: LoadReport
+    model: Any,
+    options: WrapOptions,
+    ram_fraction: float,
+    report: LoadReport,
+    files: LayerFiles | None,
 ) -> None:
-    report.quantize = choose_codec(model, options, ram_fraction, report)
+    report.quantize = choose_codec(model, options, ram_fraction, report, files is not None)
     encode = _encoder(report, options)
-    filler = Filler(model, encode, report)
+    filler = Filler(model, encode, report, keep=files)
     go_back = random_state()
     fill_randomly(filler)
     if encode is not None:
@@ -264,11 +276,8 @@ def _resolve(
 
 
 def _check_options(*, dtype: Any, ram_fraction: Any, disk_offload: Any) -> None:
-    if disk_offload is not None:
-        raise NotAvailableError(
-            f"disk_offload={disk_offload!r} is not available in this version of ts-hf; leave it at "
-            f"None."
-        )
+    if disk_offload is not None and not isinstance(disk_offload, (str, Path)):
+        raise OptionError(f"disk_offload={disk_offload!r}: expected None or a directory.")
     if dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: expected torch.bfloat16, torch.float32 or torch.float16."
