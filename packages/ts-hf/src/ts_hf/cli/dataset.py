@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-from ts_core.errors import OptionError
+from ts_core.errors import DataError, OptionError
 from ts_hf.cli.packed import BinCollator, pack_rows
 from ts_hf.cli.pairs import PairCollator, prepare_pairs
 from ts_hf.cli.rows import PadCollator, Rows, prepare_rows
@@ -61,6 +61,34 @@ def make_rows(
     if config.packing:
         return pack_rows(train, length), pack_rows(held_out, length)
     return train, held_out
+
+
+def check_lengths(config: FinetuneConfig, model_config: Any) -> None:
+    """Refuse rows longer than the model's positions.
+
+    Raises:
+        OptionError: seq_length is more than those.
+    """
+    most = getattr(model_config, "max_position_embeddings", None)
+    if most is not None and config.seq_length > most:
+        raise OptionError(
+            f"seq_length={config.seq_length} is more than the model's {most} positions. Use at "
+            f"most that."
+        )
+
+
+def check_tokens(train: Rows, held_out: Rows, model_config: Any) -> None:
+    """Refuse a tokenizer that is not the model's.
+
+    Raises:
+        DataError: a token is beyond the vocabulary.
+    """
+    highest = max(train.highest_token(), held_out.highest_token())
+    if highest >= model_config.vocab_size:
+        raise DataError(
+            f"the tokenizer gives token {highest}, but the model knows {model_config.vocab_size} "
+            f"tokens. Tokenizer and model do not belong together."
+        )
 
 
 def make_collator(config: FinetuneConfig, pad_id: int) -> Any:

@@ -30,6 +30,12 @@ class FinetuneCommand:
             help="SmolLM2-135M-Instruct in NF4 with LoRA on the Python standard library, layers "
             "streaming under 24 MiB",
         )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="check settings and data, print both and the plan, and stop before any weight "
+            "is read",
+        )
         add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -48,9 +54,14 @@ class FinetuneCommand:
             raise OptionError(
                 "nothing to do: give a CONFIG.yaml, or flags such as --model and --data, or --demo."
             )
+        config = make_config(*layers, ("command line", given))
+        if args.dry_run:
+            from ts_hf.cli.dry_run import dry_run
+
+            return dry_run(config)
         from ts_hf.cli.run import run_finetune  # imports transformers
 
-        return run_finetune(make_config(*layers, ("command line", given)))
+        return run_finetune(config)
 
 
 command = FinetuneCommand()

@@ -17,7 +17,7 @@ FORMAT = 1  # of run.json, history.jsonl and results.json (docs/finetune.md)
 
 
 class RunFolder:
-    """Paths and notes (run.json) of a run.
+    """Paths and notes (run.json) of a run; changes nothing until told to.
 
     Args:
         config: the run's settings; its `output` is the folder.
@@ -32,14 +32,12 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
         self.results = self.path / "results.json"
-        self.leftovers: list[str] = []
         mine = json.loads(json.dumps(dataclasses.asdict(config)))
         file = self.path / "run.json"
         self.notes: dict[str, Any] = {"format": FORMAT}
         earlier = _read(file) if file.is_file() else {}
-        if earlier and "held_out_before" not in earlier:
-            self.history.unlink(missing_ok=True)  # it never came to train: begin anew
-        elif earlier:
+        self.begun = "held_out_before" in earlier
+        if self.begun:
             self.notes = earlier
             defaults = json.loads(json.dumps(dataclasses.asdict(FinetuneConfig())))
             different = differing_keys({**defaults, **self.notes["config"]}, mine)
@@ -49,8 +47,13 @@ class RunFolder:
                     f"{self.path} holds a run with other settings ({listed}). Use the same "
                     f"settings to continue it, or another output for a new run."
                 )
-            self.leftovers = clean_leftovers(self.path)
         self.notes["config"] = mine
+
+    def tidy(self) -> list[str]:
+        """Tidy up after a process that was killed here; what was done, in words."""
+        if not self.begun:
+            self.history.unlink(missing_ok=True)  # of a run that never came to train
+        return clean_leftovers(self.path)
 
     def keep(self, **values: Any) -> None:
         """Add notes to run.json."""

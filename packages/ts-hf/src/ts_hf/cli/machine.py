@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ts_core.errors import OptionError, OutOfBudgetError
+from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
 from ts_hf.families import find_decoder_layers
 from ts_hf.sizes import format_bytes
 
@@ -65,17 +67,33 @@ def streaming_options(model: Any, limit_bytes: int | None, device: str) -> dict[
     if limit_bytes is None:
         return {}
     from ts_core.engine.placement import block_leaves, model_profile
-    from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
 
     blocks = find_decoder_layers(model)
     sizes = model_profile(model, block_leaves(model, blocks)).pageable
+    plan = plan_blocks(sizes, limit_bytes)
+    options: dict[str, Any] = {"param_offload": list(plan.paged)}
+    if device == "cpu":
+        options |= {"vram_limit": limit_bytes, "vram_headroom": 0.0}
+    return options
+
+
+def plan_blocks(sizes: Sequence[int], limit_bytes: int) -> Plan:
+    """Which decoder layers stream when their weights may take `limit_bytes` of device memory.
+
+    Args:
+        sizes: bytes of frozen weights of each layer, as stored.
+        limit_bytes: for the layers that stay and the slots.
+
+    Raises:
+        OptionError, OutOfBudgetError: as `streaming_options`.
+    """
     if not any(sizes):
         raise OptionError(
             "block_limit: the decoder layers hold no frozen weights that could stream. Use "
             "method=lora, or leave block_limit out."
         )
     plan = make_plan(
-        ModelProfile(pageable=sizes, fixed_device=0, trained=0, host_state=0),
+        ModelProfile(pageable=tuple(sizes), fixed_device=0, trained=0, host_state=0),
         MachineProfile(device_bytes=limit_bytes, host_available=None, counts_fixed=False),
         PlanOptions(headroom=0.0),
     )
@@ -84,10 +102,7 @@ def streaming_options(model: Any, limit_bytes: int | None, device: str) -> dict[
         raise OutOfBudgetError(
             f"block_limit={format_bytes(limit_bytes)} is too small: layers stream through "
             f"{plan.slot_count} slots of the largest layer, {format_bytes(plan.slot_bytes)} each. "
-            f"Raise it to at least {format_bytes(least)} (the {len(blocks)} layers together are "
+            f"Raise it to at least {format_bytes(least)} (the {len(sizes)} layers together are "
             f"{format_bytes(sum(sizes))})."
         )
-    options: dict[str, Any] = {"param_offload": list(plan.paged)}
-    if device == "cpu":
-        options |= {"vram_limit": limit_bytes, "vram_headroom": 0.0}
-    return options
+    return plan

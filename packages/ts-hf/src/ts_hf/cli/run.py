@@ -15,8 +15,14 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import DataError, OptionError, StateError
-from ts_hf.cli.dataset import make_collator, make_rows, planned_steps
+from ts_core.errors import OptionError, StateError
+from ts_hf.cli.dataset import (
+    check_lengths,
+    check_tokens,
+    make_collator,
+    make_rows,
+    planned_steps,
+)
 from ts_hf.cli.finish import check_merge, merge_trained, save_trained, write_page
 from ts_hf.cli.folder import RunFolder, write_json
 from ts_hf.cli.history import History
@@ -74,7 +80,7 @@ class _Run:
         self.notes = self.folder.notes
 
     def run(self) -> int:
-        for line in self.folder.leftovers:
+        for line in self.folder.tidy():
             self.console.print(line)
         given = self.config.held_out
         self.device = pick_device(self.config.device)
@@ -136,19 +142,9 @@ class _Run:
         model_config: Any,
     ) -> tuple[Rows, Rows]:
         config = self.config
-        most = getattr(model_config, "max_position_embeddings", None)
-        if most is not None and config.seq_length > most:
-            raise OptionError(
-                f"seq_length={config.seq_length} is more than the model's {most} positions. Use "
-                f"at most that."
-            )
+        check_lengths(config, model_config)
         train, held_out = make_rows(config, documents, tokenizer)
-        highest = max(train.highest_token(), held_out.highest_token())
-        if highest >= model_config.vocab_size:
-            raise DataError(
-                f"the tokenizer gives token {highest}, but the model knows "
-                f"{model_config.vocab_size} tokens. Tokenizer and model do not belong together."
-            )
+        check_tokens(train, held_out, model_config)
         mark = f"{train.fingerprint()}-{held_out.fingerprint()}"
         if self.notes.setdefault("data", mark) != mark:
             raise OptionError(

@@ -225,7 +225,7 @@ DEMO: dict[str, Any] = {
     "eval_rows": 8,
     "save_every": 4,
     "samples": 1,
-    "sample_tokens": 16,
+    "sample_tokens": 12,
 }
 
 # A changed value of these does not make another run.

@@ -1,0 +1,146 @@
+"""`trainstream finetune --dry-run`: settings, data and plan, with no weight read or written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+
+from ts_core.config import WrapOptions
+from ts_core.engine.quantize_options import bytes_per_weight
+from ts_core.memory.ram import ram_available_bytes
+from ts_hf.budget import choose_codec
+from ts_hf.cli.config import to_yaml
+from ts_hf.cli.dataset import check_lengths, check_tokens, make_rows, planned_steps
+from ts_hf.cli.finish import check_merge
+from ts_hf.cli.folder import RunFolder
+from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, plan_blocks
+from ts_hf.cli.model import add_lora, load_tokenizer, model_folder
+from ts_hf.cli.rows import Rows, split_sources
+from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.families import find_decoder_layers
+from ts_hf.fill import LoadReport, quantizable_names
+from ts_hf.sizes import format_bytes
+from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config
+from ts_hf.training.checkpointing import last_checkpoint
+
+
+def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
+    """Print the resolved settings, what the data gives, and where the model's bytes will be.
+
+    Everything is checked as a run checks it: settings, the output folder, every record, the chat
+    template, lengths, tokens, memory. Nothing is written but the conversion of a GGUF model.
+
+    Returns:
+        0.
+
+    Raises:
+        TrainStreamError: what would stop the run.
+    """
+    console = console or Console()
+    check_merge(config)
+    run = RunFolder(config)
+    device = pick_device(config.device)
+    dtype = run.notes.get("dtype") or pick_dtype(config.dtype, device)
+    documents = split_sources(
+        config.data, config.held_out, config.held_out_share, pairs=config.method == "dpo"
+    )
+    folder = model_folder(config, weights=False)
+    tokenizer = load_tokenizer(config, folder)
+    model_config = load_config(folder, trust_remote_code=False, overrides={})
+    stored = take_quantization_config(model_config)
+    check_lengths(config, model_config)
+    train, held_out = make_rows(config, documents, tokenizer)
+    check_tokens(train, held_out, model_config)
+    model = build_skeleton(model_config, DTYPES[dtype], trust_remote_code=False, options={})
+    lines = [
+        "settings:",
+        *(f"  {line}" for line in to_yaml(config).splitlines()),
+        "data:",
+        *(f"  {line}" for line in _data(config, documents, train, held_out)),
+        "plan:",
+        *(f"  {line}" for line in _plan(config, model, device, dtype, stored is not None)),
+        f"output: {_output(config, run)}",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -> list[str]:
+    steps = planned_steps(config, len(train))
+    per_step = config.batch_size * config.accumulation
+    what = "pairs" if config.method == "dpo" else "rows"
+    return [
+        f"{len(documents[0])} documents or records to train on, {len(documents[1])} held out",
+        f"{len(train)} {what} ({train.tokens:,} tokens), {len(held_out)} held out "
+        f"({held_out.tokens:,} tokens)",
+        f"{steps} steps of {per_step} {what}: {steps * per_step / len(train):.2f} passes over them",
+        *train.notes,
+    ]
+
+
+def _plan(config: FinetuneConfig, model: Any, device: str, dtype: str, stored: bool) -> list[str]:
+    parameters = sum(p.numel() for p in model.parameters())
+    sizes, codec = _block_sizes(config, model, stored)
+    largest = f"{len(sizes)} layers of up to {format_bytes(max(sizes, default=0))}"
+    lines = [
+        f"{type(model).__name__}: {parameters:,} parameters, {largest} in {codec}; computed in "
+        f"{dtype} on {device}",
+    ]
+    if config.block_limit_bytes is not None:
+        plan = plan_blocks(
+            [0 if config.method == "full" else size for size in sizes], config.block_limit_bytes
+        )
+        lines.append(
+            f"block_limit {format_bytes(config.block_limit_bytes)}: "
+            f"{len(sizes) - len(plan.paged)} layers stay on the device, {len(plan.paged)} stream "
+            f"through {plan.slot_count} slots of {format_bytes(plan.slot_bytes)}"
+        )
+    else:
+        lines.append("no block_limit: layers stream if the device's free memory asks for it")
+    with torch.device("meta"):
+        trained = model if config.method == "full" else add_lora(config, model)
+    count = sum(p.numel() for p in trained.parameters() if p.requires_grad)
+    lines.append(
+        f"{count:,} trained values; with fp32 moments, gradients and master weights about "
+        f"{format_bytes(16 * count)} of memory"
+    )
+    total = psutil.virtual_memory().total
+    lines.append(f"RAM: {format_bytes(ram_available_bytes())} free of {format_bytes(total)}")
+    return lines
+
+
+def _block_sizes(config: FinetuneConfig, model: Any, stored: bool) -> tuple[list[int], str]:
+    """(bytes of each decoder layer as it will be held, what it will be held in)."""
+    asked = "none" if config.method == "full" else config.quantize
+    codec = None
+    name = "full precision"
+    if stored:
+        name = "full precision (the checkpoint is stored quantized, and may be kept so)"
+    else:
+        options = WrapOptions(quantize=asked)
+        codec = choose_codec(model, options, 0.85, LoadReport())
+    linear = quantizable_names(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    per_value = None if codec is None else bytes_per_weight(codec, WrapOptions(quantize=codec))
+    sizes = []
+    for layer in find_decoder_layers(model):
+        size = 0.0
+        for parameter in layer.parameters():
+            plain = parameter.numel() * parameter.element_size()
+            quantized = per_value is not None and names.get(id(parameter)) in linear
+            size += parameter.numel() * per_value if quantized and per_value else plain
+        sizes.append(int(size))
+    return sizes, codec or name
+
+
+def _output(config: FinetuneConfig, run: RunFolder) -> str:
+    if run.results.is_file():
+        return f"{run.path} holds this run, finished; the command would do nothing more"
+    checkpoint = last_checkpoint(run.checkpoints)
+    if run.begun and checkpoint is not None:
+        return f"{run.path} holds this run; it would go on from {checkpoint.name}"
+    return f"{run.path}, a new run"
