@@ -17,11 +17,18 @@ from safetensors.torch import load_file
 from ts_core.errors import DataError, OptionError
 from ts_hf.cli import model as model_module
 from ts_hf.cli import preference
+from ts_hf.cli import run as run_module
 from ts_hf.cli.dataset import planned_steps
 from ts_hf.cli.run import INTERRUPTED, run_finetune
 from ts_hf.cli.settings import FinetuneConfig
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
+    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
 
 
 @pytest.fixture

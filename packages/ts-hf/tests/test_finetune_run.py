@@ -29,6 +29,12 @@ from ts_hf.cli.settings import FinetuneConfig
 pytest.importorskip("peft", reason="the optional package peft is not installed")
 
 
+@pytest.fixture(autouse=True)
+def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
+    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
+
+
 @pytest.fixture
 def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., FinetuneConfig]:
     """settings(**changes): a run of six steps on a few texts, layers streaming under a limit."""
@@ -410,6 +416,35 @@ def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> N
     (tmp_path / "out" / "run.json").write_text("{")
     with pytest.raises(DataError, match=r"run\.json is damaged"):
         _run(settings())
+
+
+def test_a_page_where_it_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ts_core import registry
+    from ts_hf.cli.finish import write_page
+
+    class Command:
+        def write(self, folders: list[Path]) -> Path:
+            if folders[0].name == "bad":
+                raise DataError("it is no run")
+            return folders[0] / "page.html"
+
+    class Commands:
+        def __init__(self, installed: bool) -> None:
+            self.installed = installed
+
+        def has(self, name: str) -> bool:
+            return self.installed
+
+        def get(self, name: str) -> Command:
+            return Command()
+
+    said = io.StringIO()
+    for installed, name in ((True, "a [b]"), (True, "bad"), (False, "a")):
+        monkeypatch.setattr(registry, "commands", Commands(installed))
+        write_page(tmp_path / name, Console(file=said, width=20))
+    lines = said.getvalue()
+    assert f"report: {tmp_path}/a [b]/page.html\n" in lines
+    assert "no report: it is no" in lines and "pip install ts-bench" in lines.replace("\n", " ")
 
 
 def test_device_and_dtype() -> None:

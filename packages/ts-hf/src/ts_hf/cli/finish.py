@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ts_core.errors import OptionError
+from ts_core.errors import OptionError, TrainStreamError
 from ts_hf.adapters import save_adapter
 from ts_hf.checkpoints.atomic import atomic_directory
 from ts_hf.cli.model import load_tokenizer, model_folder
@@ -83,8 +83,12 @@ def write_page(output: Path, console: Console) -> None:
     """Write report.html where the package that makes it is installed, and say where it is."""
     from ts_core.registry import commands
 
-    if commands.has("report"):
-        page = commands.get("report").write([output])
-        console.print(f"report: {page}")
-    else:
+    if not commands.has("report"):
         console.print("for a page with plots: pip install ts-bench, then trainstream report")
+        return
+    try:
+        page = commands.get("report").write([output])
+    except TrainStreamError as error:  # the run itself is done and saved
+        console.print(f"no report: {error}", markup=False)
+        return
+    console.print(f"report: {page}", markup=False, soft_wrap=True)
