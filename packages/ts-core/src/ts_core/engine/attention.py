@@ -80,6 +80,7 @@ class AttentionChoice:
         if self.mode is None or (self.backend is None and not self._undecided):
             return
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             plain = kwargs.get("attention_mask") is None and kwargs.get("position_ids") is None
             context: AbstractContextManager[Any] = nullcontext()
@@ -95,6 +96,7 @@ class AttentionChoice:
             context.__enter__()
             self._entered.append(context)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if self._entered:
                 self._entered.pop().__exit__(None, None, None)

@@ -150,9 +150,11 @@ class BlockRunner:
         return self._pager if image is not None and image.has_plain else None
 
     def _hook(self, index: int, block: nn.Module, pager: ParamPager) -> None:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             pager.enter(index, -1 if in_backward() else 1)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if self._guard(index) is not None:
                 output = _own_memory(output, pager)

@@ -134,6 +134,7 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 self.optimizer.synchronize()
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():

@@ -184,11 +184,27 @@ def _start(
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     session.hook_model(model)
     session.watch_for_room()
+    if _compiled_from_outside(model, blocks):
+        log(
+            "torch.compile: the blocks run as they are, since their forwards are entered from "
+            "outside what was compiled. To compile them, replace each by torch.compile(block) "
+            "before wrap()"
+        )
     for line in _defaults_in_words(config):
         log(line)
     setattr(model, ATTRIBUTE, session)
     device.reset_peak()
     return model, session.optimizer
+
+
+def _compiled_from_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether torch.compile was asked for in a way that does not reach into the blocks."""
+    whole = getattr(model, "_orig_mod", None) is not None
+    return bool(blocks) and (
+        whole
+        or getattr(model, "_compiled_call_impl", None) is not None
+        or any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks)
+    )
 
 
 def _check_state(
