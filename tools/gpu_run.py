@@ -7,14 +7,15 @@ ninja, and no network: the checkout is linked rather than installed, and what is
 from wheels in `--wheels` (put in a scratch folder, without their dependencies). Stages:
 
     build    link the checkout, build the native core in place
-    tests    every test marked `gpu`, a missing GPU being a failure
+    tests    every test marked `gpu`, a missing GPU being a failure; files are split over --jobs
+             processes, and those that hang are ended with the stage
     micro    packages/*/benchmarks/*.py, one after the other
     compare  ts-bench compare for each --scenario
     demo     trainstream finetune --demo (more arguments with --demo-args)
 
 Each stage has a time limit and the whole ends before --budget seconds. Under --out lie few
-files: log.txt (all output), tests.xml, compare.jsonl, compare.png, summary.json. A short table
-is printed last. The exit status is 0 only if every stage succeeded.
+files: log.txt (all output), tests.txt (failures), compare.jsonl, compare.png, summary.json. A
+short table is printed last. The exit status is 0 only if every stage succeeded.
 """
 
 from __future__ import annotations
@@ -85,6 +86,38 @@ class Runner:
                 status = f"timed out ({limit_s:.0f} s)"
         return status, self.log.read_bytes()[start:].decode(errors="replace")
 
+    def run_together(self, commands: list[list[str]], limit_s: float) -> list[tuple[str, str]]:
+        """`run` for several at once; their outputs go to the log one after the other."""
+        end = min(time.monotonic() + limit_s, self.deadline)
+        outputs = [tempfile.TemporaryFile() for _ in commands]
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for command, output in zip(commands, outputs, strict=True)
+        ]
+        found = []
+        for command, process, output in zip(commands, processes, outputs, strict=True):
+            try:
+                code = process.wait(max(end - time.monotonic(), 0.1))
+                status = "ok" if code == 0 else f"failed (exit {code})"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = f"timed out ({limit_s:.0f} s)"
+            with output, self.log.open("ab") as log:
+                output.seek(0)
+                text = output.read()
+                log.write(f"\n$ {shlex.join(command)}\n".encode() + text)
+            found.append((status, text.decode(errors="replace")))
+        return found
+
 
 def main() -> int:
     """Run the chosen stages; returns the exit status."""
@@ -118,7 +151,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels that the machine lacks")
     parser.add_argument("--stages", type=_stages, default=STAGES, help="comma-separated")
     parser.add_argument("--budget", type=float, default=560.0, help="seconds for everything")
-    parser.add_argument("--tests", default="packages tests", help="arguments for pytest")
+    parser.add_argument("--tests", default="packages tests", help="files and folders of tests")
+    parser.add_argument("--pytest-args", default="", help="more arguments for pytest")
+    parser.add_argument("--jobs", type=int, default=6, help="processes that run tests")
     parser.add_argument("--micro", default="*.py", help="which micro-benchmarks (a file pattern)")
     parser.add_argument("--scenario", action="append", help="for compare; may be repeated")
     parser.add_argument("--engines", help="for compare: comma-separated; default all")
@@ -162,7 +197,7 @@ def _stage(
     if stage == "build":
         return _build(runner, args.wheels, scratch, limit_s)
     if stage == "tests":
-        return _tests(runner, args.tests, out, limit_s)
+        return _tests(runner, args, out, scratch, limit_s)
     if stage == "micro":
         return _micro(runner, args.micro, limit_s)
     if stage == "compare":
@@ -192,24 +227,65 @@ def _build(runner: Runner, wheels: Path | None, scratch: Path, limit_s: float) -
     return "ok", ""
 
 
-def _tests(runner: Runner, arguments: str, out: Path, limit_s: float) -> tuple[str, str]:
-    report = out / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+def _tests(
+    runner: Runner, args: argparse.Namespace, out: Path, scratch: Path, limit_s: float
+) -> tuple[str, str]:
+    groups = _split(_gpu_files(shlex.split(args.tests)), args.jobs)
+    if not groups:
+        return "failed", f"no test marked gpu in {args.tests}"
+    base = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short"]
     # A test file that needs a package this machine lacks must not keep the others from running.
-    command += ["--continue-on-collection-errors"]
-    command += [f"--junitxml={report}", *shlex.split(arguments)]
+    base += ["--continue-on-collection-errors", *shlex.split(args.pytest_args)]
+    reports = [scratch / f"tests-{number}.xml" for number in range(len(groups))]
+    commands = [
+        [*base, f"--junitxml={report}", *map(str, files)]
+        for report, files in zip(reports, groups, strict=True)
+    ]
     runner.env["TS_REQUIRE_GPU"] = "1"
     try:
-        status, output = runner.run(command, limit_s)
+        found = runner.run_together(commands, limit_s)
     finally:
         del runner.env["TS_REQUIRE_GPU"]
-    return status, _test_note(report) if report.exists() else _tail(output)
+    notes, failures = [], []
+    for (status, output), report, files in zip(found, reports, groups, strict=True):
+        if status != "ok":
+            failures.append(output)
+        if report.exists():
+            notes.append(_test_note(report))
+        else:
+            names = " ".join(path.name for path in files)
+            notes.append(f"{status}: {names}\n{_tail(output, 6)}")
+    (out / "tests.txt").write_text("\n".join(failures), encoding="utf-8")
+    bad = [status for status, _ in found if status != "ok"]
+    return (f"failed ({len(bad)} of {len(groups)} processes)" if bad else "ok"), "\n".join(notes)
+
+
+def _gpu_files(places: list[str]) -> list[Path]:
+    files = [Path(place) for place in places if Path(place).is_file()]
+    for place in places:
+        files += (ROOT / place).rglob("test_*.py")
+    return sorted({path for path in files if _gpu_marks(path)})
+
+
+def _gpu_marks(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("mark.gpu")
+
+
+def _split(files: list[Path], jobs: int) -> list[list[Path]]:
+    """Groups of about as many marks each, the fullest files first."""
+    groups: list[list[Path]] = [[] for _ in range(jobs)]
+    weights = [0] * jobs
+    for path in sorted(files, key=_gpu_marks, reverse=True):
+        lightest = weights.index(min(weights))
+        groups[lightest].append(path)
+        weights[lightest] += _gpu_marks(path)
+    return [group for group in groups if group]
 
 
 def _test_note(report: Path) -> str:
     suite = ElementTree.parse(report).getroot().find("testsuite")
     if suite is None:
-        return "no test suite in tests.xml"
+        return f"no test suite in {report.name}"
     counts = {key: int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")}
     told = []
     for case in suite.iter("testcase"):
@@ -221,7 +297,7 @@ def _test_note(report: Path) -> str:
                 told.append(f"{kind}: {place}: {message[0][:160]}")
     told.sort(key=lambda line: line.startswith("skipped"))
     if len(told) > TAIL_LINES:
-        told[TAIL_LINES:] = [f"... {len(told) - TAIL_LINES} more in tests.xml"]
+        told[TAIL_LINES:] = [f"... {len(told) - TAIL_LINES} more"]
     return "\n".join([", ".join(f"{value} {key}" for key, value in counts.items()), *told])
 
 
