@@ -338,3 +338,46 @@ def test_merged_after_training(form: str, into: str, train_steps: Train, tmp_pat
             found = merged.eval()(**token_batch(3)).logits
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
     assert not [name for name in state if "lora" in name or "base_layer" in name]
+
+
+@pytest.mark.parametrize("into", ["dequantized", "original", "nf4"])
+@pytest.mark.parametrize("form", ["dora", "experts", "all-linear-experts"])
+def test_merged_as_peft_merges(form: str, into: str, tmp_path: Path) -> None:
+    """DoRA and adapters on stacked experts: what PEFT's own merge makes of the decoded weights."""
+    family = "llama" if form == "dora" else "qwen3_moe"
+    changes = {"dora": FORMS["dora"], "experts": ON_EXPERTS}.get(form)
+    plain = FAMILIES[family].build()
+    plain.save_pretrained(tmp_path / "base")
+
+    def model() -> Any:
+        base = ts_hf.load_model(tmp_path / "base", quantize="nf4", dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+            made = adapt(base, **(changes or FORMS["all-linear"]))
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "magnitude" in name:
+                    parameter.mul_(1.2)
+        return made
+
+    twin = model()
+    before = {
+        name.replace(".base_layer", ""): parameter.dequantize()
+        if hasattr(parameter, "codec")
+        else parameter.detach().clone()
+        for name, parameter in twin.get_base_model().named_parameters()
+    }
+    theirs = decoded(twin).merge_and_unload().state_dict()
+    merged, report = ts_hf.merge_adapter(model(), into=into)
+    state = merged.state_dict()
+    assert state.keys() == theirs.keys()
+    adapted = {row.name.split("[")[0] for row in report.rows}
+    assert len(adapted) == {"dora": 9, "experts": 9}.get(form, 3 * (4 + 1 + 2))  # the router too
+    originals = plain.state_dict()
+    for name, value in theirs.items():
+        if into == "original":
+            value = originals[name] + (value - before[name])
+        distance = float((state[name] - value).norm() / value.norm())
+        allowed = 0.12 if into == "nf4" and name in adapted else 1e-5
+        assert distance <= allowed, (name, distance)
+    assert report.survived > (0.0 if into == "nf4" else 0.99)

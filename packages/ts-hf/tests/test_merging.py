@@ -167,6 +167,15 @@ def test_refused(checkpoint: Callable[..., Path], lora: Callable[..., Any]) -> N
     wrapped, _ = ts_hf.wrap_hf(adapted, device="host", quantize="none")
     with pytest.raises(StateError, match="unwrap"):
         ts_hf.merge_adapter(wrapped)
-    dora = lora(ts_hf.load_model(folder, quantize=None), use_dora=True)
-    with pytest.raises(NotAvailableError, match="DoRA"):
-        ts_hf.merge_adapter(dora)
+    other = lora(ts_hf.load_model(folder, quantize=None))
+    other.merge_adapter()
+    with pytest.raises(StateError, match="merged already"):
+        ts_hf.merge_adapter(other)
+
+
+def test_methods_that_are_not_merged(checkpoint: Callable[..., Path]) -> None:
+    peft = pytest.importorskip("peft")
+    model = ts_hf.load_model(checkpoint("llama"), quantize=None)
+    model = peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(NotAvailableError, match="merges LoRA"):
+        ts_hf.merge_adapter(model)

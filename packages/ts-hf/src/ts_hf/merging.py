@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ts_core.store.leaves import is_wrapper
 from ts_hf.adapters import is_peft_model
 from ts_hf.checkpoints.originals import Originals
 from ts_hf.codec_hooks import codec_hook
+from ts_hf.merge_places import MergePlace, merge_places, merge_stack
 
 ORIGINAL = "original"
 DEQUANTIZED = "dequantized"
@@ -29,7 +29,7 @@ def merge_adapter(
     block_size: int = 64,
     double_quant: bool = False,
 ) -> tuple[Any, Any]:
-    """Merge the active LoRA adapter(s) of a PEFT model into its weights.
+    """Merge the active LoRA or DoRA adapter(s) of a PEFT model into its weights.
 
     The model is changed in place and must not be used afterwards, only the one returned. One
     matrix at a time is in full precision beside the result.
@@ -57,8 +57,8 @@ def merge_adapter(
     Raises:
         StateError: no adapters, a wrapped model, adapters that are merged already, or `started` is
             needed.
-        NotAvailableError: adapters other than LoRA of matrices (DoRA, LoRA of convolutions or of
-            stacked experts), or no installed package can merge.
+        NotAvailableError: adapters other than LoRA or DoRA of matrices and of stacked experts (of
+            convolutions, say), or no installed package can merge.
         DataError: the original weights cannot be read, or are of another model.
         OptionError, UnknownPluginError: `into` names no codec.
     """
@@ -69,44 +69,48 @@ def merge_adapter(
             "no installed package can merge adapters. Add one: pip install 'ts-quant>=0.8,<0.9'"
         )
     merging = tools()
-    layers = list(_lora_layers(model))
+    places = list(merge_places(model))
     base: Any = model.get_base_model()  # type: ignore[operator]
     originals = Originals(original or base.config.name_or_path) if into == ORIGINAL else None
     # Whatever can be refused is refused before the first weight changes.
-    ranks = {name: 0 for name, _ in layers}
+    ranks = dict.fromkeys((place.name for place in places), 0)
     if originals is not None:
-        ranks = {name: _start_rank(name, layer, started) for name, layer in layers}
-        for name, _ in layers:
-            originals.require(f"{name}.weight")
+        ranks = {place.name: _start_rank(place, started) for place in places}
+        for place in places:
+            originals.require(place.name)
     report = merging.MergeReport(into)
     uses = Counter(id(p) for m in base.modules() for p in m._parameters.values() if p is not None)
+    options = {"block_size": block_size, "double_quant": double_quant}
     with torch.no_grad():
-        for name, layer in layers:
-            linear = layer.get_base_layer()
-            weight = linear.weight
-            update = _update(name, layer)
+        for place in places:
+            weight = place.weight
+            original_weight = _original(originals, place.name, weight.dtype)
             try:
-                merged, row = merging.merge_weight(
-                    weight,
-                    update,
-                    into,
-                    original=_original(originals, f"{name}.weight", weight.dtype),
-                    started=linear.error_start.delta(ranks[name]) if ranks[name] else None,
-                    block_size=block_size,
-                    double_quant=double_quant,
-                    name=f"{name}.weight",
-                )
+                if place.stacked:
+                    merged = merge_stack(merging, place, into, original_weight, report, options)
+                else:
+                    rank = ranks[place.name]
+                    merged, row = merging.merge_weight(
+                        weight,
+                        place.update(),
+                        into,
+                        original=original_weight,
+                        started=place.holder.error_start.delta(rank) if rank else None,
+                        name=place.name,
+                        **options,
+                    )
+                    report.rows.append(row)
             except DataError:
                 raise
             except ValueError as error:
                 raise OptionError(str(error)) from error
-            report.rows.append(row)
             if uses[id(weight)] > 1:
-                _untie(base, name, report)
-            linear.weight = nn.Parameter(merged, requires_grad=False)
-            _merge_bias(layer, linear)
-            if hasattr(linear, "error_start"):
-                del linear.error_start
+                _untie(base, place.name, report)
+            place.put(merged)
+            if not place.stacked:
+                _merge_bias(place.layer, place.holder)
+            if hasattr(place.holder, "error_start"):
+                del place.holder.error_start
         result = model.unload()  # type: ignore[operator]
         if into in (ORIGINAL, DEQUANTIZED):
             _plain(result, originals)
@@ -124,62 +128,21 @@ def _check(model: nn.Module, into: str) -> None:
         codecs.get(into)  # raises, listing those that are installed
 
 
-def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name in the base model, LoRA layer) of every adapted matrix with an active adapter."""
-    base: Any = model.get_base_model()  # type: ignore[operator]
-    found = False
-    for name, layer in base.named_modules():
-        if not (hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")):
-            continue
-        found = True
-        if getattr(layer, "merged", False):
-            raise StateError(
-                f"{name}: its adapter is merged already (merge_adapter of PEFT). Call "
-                f"model.unmerge_adapter() first."
-            )
-        if not hasattr(layer, "lora_A") or not hasattr(layer, "get_delta_weight"):
-            raise NotAvailableError(
-                f"{name} has an adapter of type {type(layer).__name__}; this version merges LoRA."
-            )
-        names = [a for a in layer.active_adapters if a in layer.scaling]
-        if any(getattr(layer, "use_dora", {}).get(adapter) for adapter in names):
-            raise NotAvailableError(f"{name} uses DoRA, which this version does not merge.")
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise NotAvailableError(
-                f"{name} ({type(layer.get_base_layer()).__name__}) has an adapter on something "
-                f"other than a matrix, which this version does not merge."
-            )
-        if names:
-            yield name, layer
-    if not found:
-        raise NotAvailableError("the model's adapters are not LoRA; this version merges LoRA.")
-
-
 def _original(originals: Originals | None, name: str, dtype: torch.dtype) -> Tensor | None:
     """The original weight in the dtype the model computes in."""
     return None if originals is None else originals.read(name).to(dtype)
 
 
-def _update(name: str, layer: Any) -> Tensor:
-    """fp32: the sum of the active adapters' updates, of the weight's shape."""
-    total: Tensor | None = None
-    for adapter in layer.active_adapters:
-        if adapter in layer.scaling:
-            part = layer.get_delta_weight(adapter).float()
-            total = part if total is None else total + part
-    if total is None:
-        raise StateError(f"{name} has no active adapter.")
-    return total
-
-
-def _start_rank(name: str, layer: Any, asked: bool | None) -> int:
+def _start_rank(place: MergePlace, asked: bool | None) -> int:
     """Rank of the start that the layer's adapter had at what quantization lost; 0 for none.
 
     Raises:
         StateError: it is not known, or asked for where there are no factors.
     """
-    start = getattr(layer.get_base_layer(), "error_start", None)
+    name, layer = place.name, place.layer
+    if place.stacked:
+        return 0
+    start = getattr(place.holder, "error_start", None)
     if asked is False or (start is None and not asked):
         return 0
     if start is None:
@@ -219,9 +182,9 @@ def _untie(base: Any, name: str, report: Any) -> None:
     tied = getattr(base, "all_tied_weights_keys", None)
     if tied:
         for key, source in list(tied.items()):
-            if f"{name}.weight" in (key, source):
+            if name in (key, source):
                 del tied[key]
-    report.notes.append(f"{name}.weight was tied to another weight; they are two weights now")
+    report.notes.append(f"{name} was tied to another weight; they are two weights now")
 
 
 def _plain(model: nn.Module, originals: Originals | None) -> None:
