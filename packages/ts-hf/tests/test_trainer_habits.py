@@ -334,6 +334,25 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-6)
 
 
+def test_what_a_subclass_adds_to_the_loss_is_in_its_evaluation(
+    unequal_rows: Callable[..., Any],
+    tiny_model: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    class Doubled(ts_hf.TrainStreamTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(*args, **kwargs)
+            return (found[0] * 2, found[1]) if isinstance(found, tuple) else found * 2
+
+    found = [
+        cls(
+            model=tiny_model("llama"), args=training_arguments(), eval_dataset=unequal_rows(5)
+        ).evaluate()["eval_loss"]
+        for cls in (ts_hf.TrainStreamTrainer, Doubled)
+    ]
+    assert found[1] == pytest.approx(2 * found[0], rel=1e-6)
+
+
 def test_predictions_and_metrics_during_streaming(
     unequal_rows: Callable[..., Any],
     tiny_model: Callable[..., Any],

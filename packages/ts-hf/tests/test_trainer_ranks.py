@@ -28,7 +28,7 @@ def worker_module() -> Any:
     return module
 
 
-def run_two(folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def run_two(folder: Path) -> list[Any]:
     """Run the worker twice, as torchrun would; what each process ended with."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +61,7 @@ def history(found: dict[str, Any], key: str) -> torch.Tensor:
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     wanted = worker_module().train(tmp_path / "alone", rank=0, processes=1)
-    (first, again), (second, other) = run_two(tmp_path)
+    (first, again, others), (second, other, _) = run_two(tmp_path)
     for name, value in first["params"].items():
         assert torch.equal(value, second["params"][name]), name
         torch.testing.assert_close(value, wanted["params"][name], rtol=0, atol=2e-6)
@@ -73,3 +73,13 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     for name, value in first["params"].items():  # resumed from the middle
         assert torch.equal(value, again["params"][name]), name
         assert torch.equal(value, other["params"][name]), name
+    for kind, several in others.items():
+        one = worker_module().train(tmp_path / f"{kind} alone", 0, 1, kind)
+        for key, rtol in (("loss", 5e-6), ("eval_loss", 5e-6), ("grad_norm", 1e-5)):
+            torch.testing.assert_close(
+                history(several, key),
+                history(one, key),
+                rtol=rtol,
+                atol=0,
+                msg=lambda m, k=kind, n=key: f"{k}, {n}: {m}",
+            )

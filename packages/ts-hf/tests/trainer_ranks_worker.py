@@ -30,7 +30,14 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def model(seed: int) -> Any:
+class PlainForCausalLM(LlamaForCausalLM):
+    """Takes no num_items_in_batch: the mean over its own labels."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+def model(seed: int, kind: str) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -41,11 +48,16 @@ def model(seed: int) -> Any:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config)
+    return (PlainForCausalLM if kind == "no kwargs" else LlamaForCausalLM)(config)
 
 
-def train(folder: Path, rank: int, processes: int, resume: bool = False) -> dict[str, Any]:
-    """Two rows a step over all processes; what the run ends with."""
+def train(
+    folder: Path, rank: int, processes: int, kind: str = "plain", resume: bool = False
+) -> dict[str, Any]:
+    """Four rows in two micro-batches a step over all processes; what the run ends with."""
+    data = rows()
+    if kind == "packed":
+        data = [{k: v[: 3 + n % 8] for k, v in row.items()} for n, row in enumerate(data)]
     arguments = TrainingArguments(
         output_dir=str(folder / "run"),
         max_steps=6,
@@ -67,11 +79,11 @@ def train(folder: Path, rank: int, processes: int, resume: bool = False) -> dict
         log_level="error",
     )
     made: Any = ts_hf.TrainStreamTrainer(
-        model=model(rank),  # each process starts with others; those of the first count
+        model=model(rank, kind),  # each process starts with others; those of the first count
         args=arguments,
-        train_dataset=rows(),
-        eval_dataset=rows()[:8],
-        trainstream={"loss_chunk_size": 7},
+        train_dataset=data,
+        eval_dataset=data[:8],
+        trainstream={"loss_chunk_size": 7, "packing": kind == "packed"},
     )
     made.train(resume_from_checkpoint=str(folder / "run/checkpoint-3") if resume else None)
     return {
@@ -89,7 +101,8 @@ def main(folder: Path) -> None:
         shutil.copytree(folder / "whole/run/checkpoint-3", folder / "again/run/checkpoint-3")
     torch.distributed.barrier()
     resumed = train(folder / "again", rank, processes, resume=True)
-    torch.save((found, resumed), folder / f"found.{rank}.pt")
+    others = {kind: train(folder / kind, rank, processes, kind) for kind in ("no kwargs", "packed")}
+    torch.save((found, resumed, others), folder / f"found.{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

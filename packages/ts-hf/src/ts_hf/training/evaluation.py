@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ts_hf.families import base_causal_lm
@@ -28,6 +29,7 @@ class EvaluationMixin:
     compute_loss_func: Any
     _loss_shifts_labels: bool
     _token_mean: TokenMean | None = None
+    _weight: tuple[Tensor, Tensor | float | None] | None = None
     _prediction_loss_only = False
 
     def evaluation_loop(
@@ -62,29 +64,33 @@ class EvaluationMixin:
     ) -> Any:
         """As transformers.Trainer's; without logits when only the loss is asked for."""
         self._prediction_loss_only = bool(prediction_loss_only)
+        self._weight = None
         try:
-            return super().prediction_step(  # type: ignore[misc]
+            found = super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
             )
         finally:
             self._prediction_loss_only = False
+        # Of the loss that is returned, to which a subclass may have added something.
+        if self._token_mean is not None and self._weight is not None and found[0] is not None:
+            self._token_mean.add(found[0], *self._weight)
+        return found
 
     def _averages_over_next_tokens(self: Any) -> bool:
         """Whether a batch's loss is a mean over labels that are shifted by one."""
-        if not self._loss_shifts_labels or self.compute_loss_func is not None:
+        own = super().compute_loss.__func__ is not Trainer.compute_loss  # type: ignore[misc]
+        if own or not self._loss_shifts_labels or self.compute_loss_func is not None:
             return False
         if self.label_smoother is None:
             return True
         # transformers shifts for its own classes only.
-        own: bool = (
+        shifts: bool = (
             type(base_causal_lm(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
-        return own
+        return shifts
 
-    def _add_to_token_mean(
-        self: Any, loss: Tensor, inputs: Mapping[Any, Any], num_items: Tensor | int | None
-    ) -> None:
-        """Count the loss of a batch of an evaluation, which was divided by `num_items`."""
+    def _weigh(self: Any, inputs: Mapping[Any, Any], num_items: Tensor | int | None) -> None:
+        """Note what the loss of a batch of an evaluation counts, which `num_items` divided."""
         count = None if self._token_mean is None else count_targets(inputs)
         if count is None:
             return
@@ -94,4 +100,4 @@ class EvaluationMixin:
             # multiplied by their number.
             scaled = self.args.average_tokens_across_devices
             divisor = num_items / (self.accelerator.num_processes if scaled else 1)
-        self._token_mean.add(loss, count.to(loss.device), divisor)
+        self._weight = (count, divisor)

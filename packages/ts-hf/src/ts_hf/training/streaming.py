@@ -159,6 +159,8 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
                 passes += self.args.gradient_accumulation_steps
             self._streaming.accumulation_steps = passes
         self._window = WindowTargets(samples)
+        if not self.model_accepts_loss_kwargs and self._averages_over_next_tokens():
+            self._window.count_over(self.accelerator)
         if self._window.total == 0 and not self._masked_window_seen:
             self._masked_window_seen = True
             self.say(
@@ -209,7 +211,7 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
             )
             loss, outputs = found if wanted else (found, None)
         if not model.training:
-            self._add_to_token_mean(loss, counted, num_items_in_batch)
+            self._weigh(counted, num_items_in_batch)
         else:
             if not self.model_accepts_loss_kwargs:
                 loss = self._as_share_of_the_window(loss, outputs)

@@ -42,6 +42,7 @@ class WindowTargets:
     def __init__(self, batches: list[Any]) -> None:
         self._counts: list[int] = []
         self._next = 0
+        self._mean_over: float | None = None  # the labels of a process on average, if several
         for batch in batches:
             count = (
                 count_targets(batch) if isinstance(batch, dict) or hasattr(batch, "get") else None
@@ -56,17 +57,25 @@ class WindowTargets:
         """Of the whole window; None if unknown."""
         return sum(self._counts) if self._counts else None
 
+    def count_over(self, accelerator: Any) -> None:
+        """Let the shares be those of the mean over every process's tokens."""
+        processes = accelerator.num_processes
+        if processes > 1:
+            own = torch.tensor(float(sum(self._counts)), device=accelerator.device)
+            self._mean_over = accelerator.reduce(own, reduction="sum").item() / processes
+
     def take(self) -> tuple[int, float] | None:
         """(count, share of the mean) of the next micro-batch; None if unknown.
 
-        The mean over the window's tokens is the sum of micro-batch means, each times its share;
-        the share of an empty window is 0.
+        The mean over the window's tokens is the sum of micro-batch means, each times its share
+        (over several processes, the mean of such sums); the share of an empty window is 0.
         """
         if self._next >= len(self._counts):
             return None
         count = self._counts[self._next]
         self._next += 1
-        return count, count / max(sum(self._counts), 1)
+        total = sum(self._counts) if self._mean_over is None else self._mean_over
+        return count, count / (total or 1)
 
 
 class TokenMean:
@@ -84,6 +93,7 @@ class TokenMean:
             count: 0-d, its tokens.
             divisor: None for `count`.
         """
+        count = count.to(loss.device)
         weight = count if divisor is None else divisor
         total = torch.where(count > 0, loss.detach().double() * weight, 0.0)
         self._sum = total if self._sum is None else self._sum + total
