@@ -125,11 +125,13 @@ def unwrap(model: ModelT) -> ModelT:
     """Bring every weight back to the device as an ordinary tensor and remove the hooks.
 
     Raises:
-        StateError: the model is not wrapped.
+        StateError: the model is not wrapped, or its paged weights are in the middle of a step.
     """
     session: TrainStreamSession | None = getattr(model, ATTRIBUTE, None)
     if session is None:
         raise StateError("the model is not wrapped: unwrap() takes what wrap() returned.")
+    if session.homes and session.optimizer is not None:
+        session.optimizer.refuse_mid_step("unwrap()")
     session.close()
     move_resident(model, session.device, ())
     if session.optimizer is not None:
@@ -162,6 +164,7 @@ def _start(
     session.quantized = quantized
     session.moments = moments
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
+    _check_no_gradients(paged)
     images = build_images(session, {index: leaves[index] for index in plan.paged})
     if experts:
         session.experts = ExpertPaging(experts, copies, default_arena())
@@ -293,6 +296,16 @@ def _check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> No
             f"param_offload={asked!r} asks to page blocks {empty}, which hold no matrix that can "
             f"stream: adapters, norms, biases and weights that several modules share stay on the "
             f"device. Use param_offload=False, or name other blocks."
+        )
+
+
+def _check_no_gradients(paged: Sequence[Leaf]) -> None:
+    """A gradient cannot stay where its weight no longer is."""
+    held = [leaf.name for leaf in paged if leaf.trained and leaf.owner.grad is not None]
+    if held:
+        raise StateError(
+            f"{len(held)} trained weights of paged blocks hold gradients ({held[0]}, ...). Finish "
+            f"the step, or call zero_grad(), before wrap()."
         )
 
 

@@ -347,6 +347,14 @@ class OffloadAdamW(RefusingOptimizer):
         for bucket in self._updates.rehome(homes):
             self._show_state(bucket)
 
+    def refuse_mid_step(self, what: str) -> None:
+        """Raise if gradients of an unfinished step are here.
+
+        Raises:
+            StateError: they are; `what` is named as the reason to finish the step first.
+        """
+        self._updates.refuse_mid_step(what)
+
     def make_resident(self) -> None:
         """Move moments to the device and go on with torch's fused AdamW; host state is freed.
 

@@ -82,8 +82,7 @@ class Bucket:
         self._flat = layout.flat()
 
     def _new_gradients(self) -> Gradients:
-        to_host = self.home is not None or not self.place.on_device
-        return Gradients(self.layout, self._copies, self._arena, to_host)
+        return Gradients(self.layout, self._copies, self._arena, not self.gradients_stay)
 
     def host_bytes(self) -> int:
         """Host memory of state, gradients and what crosses the link."""
@@ -130,6 +129,11 @@ class Bucket:
         self._pending[position] = grad
         if len(self._pending) == len(self.params):
             self._absorb(not another_part)
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether gradients wait on the device for an update there."""
+        return self.place.on_device and self.home is None
 
     def complete(self, expected: int) -> bool:
         """Whether every parameter is known to have all its gradients of the step."""
@@ -249,7 +253,7 @@ class Bucket:
 
     def flew(self, job: Future[Event | None], guards: bool) -> Flight:
         """`job` runs the update; `guards`: reads wait for it by themselves."""
-        self.flight = Flight(job, self._copies, guards)
+        self.flight = Flight(job, self._copies, guards, self.home is not None)
         if self.home is not None:
             self.home.writer = self.flight
         return self.flight

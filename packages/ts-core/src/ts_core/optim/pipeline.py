@@ -172,7 +172,7 @@ class UpdatePipeline:
 
         worker = self._device if place.on_device else self._host
         job = worker.submit(work)
-        if place.on_device and verdict is None:
+        if bucket.gradients_stay and verdict is None:
             self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
         return job
 

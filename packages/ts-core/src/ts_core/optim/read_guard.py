@@ -69,12 +69,20 @@ class Flight:
             or None when they are there as soon as it has run.
         copies: the link's engine, through which streams wait.
         guards: whether reads are to wait by themselves.
+        on_host: the new values are in host memory, so that readers there wait too.
     """
 
-    def __init__(self, job: Future[Event | None], copies: CopyEngine, guards: bool = True) -> None:
+    def __init__(
+        self,
+        job: Future[Event | None],
+        copies: CopyEngine,
+        guards: bool = True,
+        on_host: bool = False,
+    ) -> None:
         self._job = job
         self._copies = copies
         self._guards = guards
+        self._on_host = on_host
 
     def wait(self) -> bool:
         """Make the calling thread, and its compute stream, wait for the new values.
@@ -89,6 +97,8 @@ class Flight:
         if event is None:
             return True
         self._copies.wait_compute(event)
+        if self._on_host:
+            self._copies.device.host_wait(event)
         return event.query()
 
     # What a pager asks (`ts_core.store.homes.Writer`).

@@ -177,7 +177,7 @@ class Updates:
         self.pipeline.close(bucket, index, self.steps, measure, options.threads)
         if options.eager:
             bucket.used = self._hyper(bucket)
-            if bucket.place.on_device:
+            if bucket.gradients_stay:
                 self.pipeline.hold_back(bucket, self.storage.device_inflight_bytes())
             self.pipeline.launch(bucket, bucket.used, None)
 
