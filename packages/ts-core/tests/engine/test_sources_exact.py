@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,6 +234,60 @@ def test_the_folder_goes_with_the_model(keep_in: Callable[[str, int], Any]) -> N
     unwrap(model)
     assert list(directory.iterdir()) == []
     assert all(torch.equal(kept[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("source", ["ring", "disk", "disk through ring"])
+def test_nothing_grows_over_many_runs(keep_in: Callable[[str, int], Any], source: str) -> None:
+    """Wrapped, used in all ways, broken in the middle, and unwrapped: no thread or file is left."""
+    seen = set()
+    for seed in range(6):
+        model, _ = run(True, keep_in(source, seed % 3), steps=1)
+        optimizer = model._trainstream_session.optimizer
+        tokens = torch.randint(0, 37, (2, 7))
+        model.eval()
+        with torch.no_grad():
+            model(tokens)
+        model.train()
+        loss = model(tokens)
+        with pytest.raises(ZeroDivisionError):
+            loss.register_hook(lambda gradient: 1 / 0)
+            loss.backward()
+        model(tokens)  # its loads are on the way when the model is unwrapped
+        optimizer.zero_grad()
+        unwrap(model)
+        del model, optimizer, loss
+        gc.collect()
+        if seed > 1:
+            seen.add((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    assert len(seen) == 1
+
+
+EXIT = """
+import functools, sys, torch
+from ts_core import wrap
+from ts_core.engine import hosting
+from ts_core.memory.budget import PageLockBudget
+from ts_core.testing import inject_delays, tiny_model
+hosting.page_lock_budget = lambda: PageLockBudget(1, "a test's")
+hosting.ImageStore = functools.partial(hosting.ImageStore, through_ring=sys.argv[2] == "ring")
+model, optimizer = wrap(
+    tiny_model(6, 32), device="host", param_offload=True, quantize="none", disk_offload=sys.argv[1]
+)
+with inject_delays(1, max_ms=20):
+    model(torch.zeros(2, 7, dtype=torch.long)).backward()
+    model(torch.zeros(2, 7, dtype=torch.long))
+    print("left in the middle")
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("way", ["ring", "straight"])
+def test_exit_with_loads_on_the_way(
+    tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]], way: str
+) -> None:
+    done = run_python(EXIT, str(tmp_path), way, status=3)
+    assert done.stdout == "left in the middle\n" and done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.gpu

@@ -92,6 +92,17 @@ def test_an_error_of_the_disk_while_writing(
         folder.write("a.bin", [numbers(0, 5000)], 5000)
 
 
+def test_a_file_system_that_cannot_take_room_beforehand(
+    tmp_path: Path, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    file = DiskFolder(tmp_path).write("a.bin", [numbers(0, 5000)], 5000)
+    assert torch.equal(file.buffer_h, numbers(0, 5000))
+
+
 def test_short_writes_go_on(
     tmp_path: Path, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,9 +200,13 @@ def _remove_own(path: Path, owner: int, lock: int, readers: ThreadPoolExecutor) 
 
 def _take_room(descriptor: int, size_bytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    else:
-        os.ftruncate(descriptor, size_bytes)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+    os.ftruncate(descriptor, size_bytes)  # a full disk shows while the bytes are written
 
 
 def _write_exactly(descriptor: int, part: torch.Tensor, offset: int) -> None:

@@ -304,7 +304,8 @@ def _is_trained(leaves: Sequence[Leaf]) -> bool:
 def _pageable(size_bytes: int) -> torch.Tensor:
     """Memory of its own from the system, given back as soon as the last tensor on it goes."""
     try:
-        mapping = mmap.mmap(-1, size_bytes)
+        private = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+        mapping = mmap.mmap(-1, size_bytes, **({"flags": private} if private else {}))
     except OSError as error:
         raise OutOfBudgetError(
             f"{size_bytes} bytes of host memory cannot be had: {error} ({ram_available_bytes()} "
