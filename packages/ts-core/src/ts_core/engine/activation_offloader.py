@@ -34,8 +34,8 @@ class ActivationOffloader:
         blocks: its layer stack, in order.
         offload: "auto", True (all blocks but the last), False, or a share of the blocks. "auto",
             on a GPU: after a first step that measures, what does not fit in the GPU's memory is
-            paged (as far as RAM allows), and then as many blocks more as cost at most
-            `max_slowdown`. On the host everything stays, as there is no other memory.
+            paged, as far as RAM allows; where everything fits, as many blocks are paged as cost
+            at most `max_slowdown`. On the host everything stays, as there is no other memory.
         min_bytes: smaller tensors stay.
         prefetch_depth: paged blocks fetched ahead in backward.
         calibrate_steps: steps whose median time `max_slowdown` is counted from.
@@ -44,7 +44,7 @@ class ActivationOffloader:
         tune_window: steps that count in each trial.
         max_inflight_bytes: the most bytes of pages on their way at once, each direction.
         recompute: "auto", True, False, a share or a list of blocks: computed again in backward.
-            "auto": what RAM cannot hold.
+            "auto": what RAM cannot hold, and more where trials show that to be faster.
         device: None for that of the blocks' parameters.
         headroom: share of the GPU's memory to leave free.
         verbose: print decisions.

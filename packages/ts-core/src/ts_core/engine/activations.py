@@ -134,7 +134,7 @@ class Activations:
         options: what was asked for.
         say: takes decisions in plain words.
         arena: host memory; the process's own by default.
-        read_ram: available RAM in bytes (tests pass a made-up one).
+        read_ram: gives available RAM in bytes; that of the system by default.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Activations:
         say: Callable[[str], None],
         *,
         arena: PinnedArena | None = None,
-        read_ram: Callable[[], int] = ram_available_bytes,
+        read_ram: Callable[[], int] | None = None,
     ) -> None:
         self.options = options
         self.decision = "not decided yet: the first training step measures"
@@ -156,10 +156,10 @@ class Activations:
         self._device: Device = copies.device
         self._say = say
         self._arena = arena or default_arena()
-        self._read_ram = read_ram
+        self._read_ram = read_ram or ram_available_bytes
         self._buffers = HostBuffers(self._arena)
         self.store = PageStore(copies, self._buffers, options.min_bytes, options.prefetch_depth)
-        self._floor = RamFloor(ram_floor(ram_limit_bytes()), self._ram_is_low, read=read_ram)
+        self._floor = RamFloor(ram_floor(ram_limit_bytes()), self._ram_is_low, read=self._read_ram)
         self._low: int | None = None
         self._stateful: str | None = None
         self._meter: ActivationMeter | None = None
@@ -372,34 +372,38 @@ class Activations:
             self._meter = ActivationMeter(len(self._blocks), self.store, self._weights())
             return
         self.measured = meter.result()
+        self._passes = 0
         self._meter = None
         limits = ActivationLimits(
             self._device_room(), self._ram_room(), self.options.prefetch_depth, self._inflight()
         )
-        share = self._tuner.share if isinstance(self._tuner, RecomputeTuner) else None
-        self._search(limits, share)
+        found = isinstance(self._tuner, RecomputeTuner) and self._tuner.settled
+        self._search(limits, self._share() if found else None)
         self._sizes = meter.sizes
         self._decided(self._tuner.current.reasons[-1])
 
     def _search(self, limits: ActivationLimits, share: float | None) -> None:
         options = self.options
         self._limits = limits
-        searches = options.trials and self._device.separate_memory
-        if share is None and options.recompute == "auto" and searches:
-            self._tuner = RecomputeTuner(self._policy_for, options.tune_window)
-        else:
-            self._tuner = Fixed(self._policy_for(share or 0.0))
-        if options.max_slowdown is not None and options.offload == "auto" and searches:
-            self._tuner = SlowdownTuner(
-                self._policy_for(0.0),
-                options.max_slowdown,
-                options.tune_window,
-                options.calibrate_steps,
-            )
-        moves = self._device.separate_memory and options.searches
-        self._corrections = _CORRECTIONS if moves and options.max_slowdown is None else 0
+        start = self._policy_for(share or 0.0)
+        everything_fits = all(mode == KEEP for mode in start.modes)
+        self._tuner = Fixed(start)
+        if options.trials and self._device.separate_memory:
+            if options.max_slowdown is not None and options.offload == "auto" and everything_fits:
+                self._tuner = SlowdownTuner(
+                    start, options.max_slowdown, options.tune_window, options.calibrate_steps
+                )
+            elif share is None and options.recompute == "auto":
+                self._tuner = RecomputeTuner(self._policy_for, options.tune_window)
+        watched = self._device.separate_memory and options.searches
+        if isinstance(self._tuner, SlowdownTuner):
+            watched = False  # its blocks stay away for their own reason
+        self._corrections = _CORRECTIONS if watched else 0
         for reason in self._tuner.current.reasons[:-1]:
             self._say(f"activations: {reason}")
+
+    def _share(self) -> float:
+        return self._tuner.share if isinstance(self._tuner, RecomputeTuner) else 0.0
 
     def _policy_for(self, share: float) -> ActivationPolicy:
         assert self._limits is not None
@@ -500,14 +504,14 @@ class Activations:
         self._mark = (now, self._tuner.trial)
 
     def _look_at_peak(self) -> None:
-        """Once settled: blocks return to the device while the measured peak leaves room."""
+        """Once settled: what the measured peak leaves beyond what was foreseen is room, too.
+
+        So blocks return to the device, or leave it when the peak was higher.
+        """
+        if self._corrections == 0 or self._meter is not None or not self._tuner.settled:
+            return
         self._passes += 1
-        if (
-            self._corrections == 0
-            or self._meter is not None
-            or not self._tuner.settled
-            or self._passes <= _STEPS_TO_PEAK
-        ):
+        if self._passes <= _STEPS_TO_PEAK:
             return
         usable = self._device.usable_bytes()
         room = None if self._limits is None else self._limits.device_room
@@ -515,18 +519,21 @@ class Activations:
             self._corrections = 0
             return
         target = int(usable * (1 - self.options.headroom))
-        slack = target - self._device.memory()["peak_allocated"]
         before = self._tuner.current
+        left = target - self._device.memory()["peak_allocated"]
+        unforeseen = left - (room - before.device_bytes)
         self._corrections -= 1
+        if left >= 0 >= unforeseen:
+            self._corrections = 0  # within the target, and others use what was to spare
+            return
         assert self._limits is not None
         self._limits = ActivationLimits(
-            room + (int(slack * _USE_OF_SLACK) if slack > 0 else slack),
+            room + (int(unforeseen * _USE_OF_SLACK) if unforeseen > 0 else unforeseen),
             self._ram_room(),
             self._limits.prefetch_depth,
             self._limits.inflight,
         )
-        share = self._tuner.share if isinstance(self._tuner, RecomputeTuner) else 0.0
-        policy = self._policy_for(share)
+        policy = self._policy_for(self._share())
         if policy.modes == before.modes:
             self._corrections = 0
             return
