@@ -13,6 +13,7 @@ from ts_core.errors import OptionError
 from ts_hf.cli.config import differing_keys, make_config, read_yaml, to_yaml
 from ts_hf.cli.finetune import command
 from ts_hf.cli.settings import DEMO, FinetuneConfig
+from ts_hf.cli.streaming import for_loading, parse_options
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
@@ -38,6 +39,8 @@ def test_every_setting_is_a_flag_and_a_yaml_key(tmp_path: Path) -> None:
             changed[item.name] = 0.25
         elif isinstance(default, int | float):
             changed[item.name] = default + 2
+        elif item.name == "options":
+            changed[item.name] = ("eager=true", "kernels=false")
         elif isinstance(default, tuple):
             changed[item.name] = ("one", "two")
         else:
@@ -161,6 +164,60 @@ def test_yaml_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("a: !!python/object/apply:os.system ['true']")
     with pytest.raises(OptionError, match="not valid YAML"):
         read_yaml(tmp_path / "c.yaml")
+
+
+def test_options_of_wrap_as_mapping_and_as_texts(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "options:\n  activation_offload: 0.5\n  optimizer_mode: hybrid\n  eager: null\n"
+    )
+    config = make_config(("c.yaml", read_yaml(file)))
+    assert config.options == ("activation_offload=0.5", "optimizer_mode=hybrid", "eager=null")
+    wanted = {"activation_offload": 0.5, "optimizer_mode": "hybrid", "eager": None}
+    assert parse_options(config.options) == wanted
+    texts = ["error_rank=4", "keep_precise=0.1", "param_offload=[0, 2]", "disk_offload=/tmp/x"]
+    config = make_config(("flags", {"options": texts}))
+    assert parse_options(config.options)["param_offload"] == [0, 2]
+    assert for_loading(config.options) == {
+        "error_rank": 4,
+        "keep_precise": 0.1,
+        "disk_offload": "/tmp/x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("eager", "'eager' is not accepted; expected name=value"),
+        ("=3", "'=3' is not accepted"),
+        ("egaer=true", "has no option 'egaer'. Did you mean 'eager'?"),
+        ("eager=sometimes", "eager='sometimes' is not accepted"),
+        ("quantize=nf4", "quantize is a setting of its own: 'quantize'"),
+        ("accumulation_steps=2", "is a setting of its own: 'accumulation'"),
+        ("blocks=[1]", "blocks can only be given from Python"),
+        ("threads=[", "the value is not valid YAML"),
+        ("vram_limit=1GiB", "block_limit decides vram_limit"),
+    ],
+)
+def test_options_not_accepted(text: str, words: str) -> None:
+    with pytest.raises(OptionError, match=r"^options: ") as caught:
+        make_config(("flags", {"options": [text], "block_limit": "1GiB"}))
+    assert words in str(caught.value)
+    with pytest.raises(OptionError, match="eager is given twice"):
+        make_config(("flags", {"options": ["eager=true", "eager=false"]}))
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--seq-lenght", "there is no flag --seq-lenght. Did you mean --seq-length?"),
+        ("--learning-rate=3", "there is no flag --learning-rate. It is called --lr here."),
+    ],
+)
+def test_unknown_flags_are_answered_with_the_nearest(flag: str, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        _parse(flag)
+    assert str(caught.value) == words
 
 
 def test_differing_keys() -> None:

@@ -267,6 +267,44 @@ def test_merged_at_the_end(into: str, begin: Callable[..., FinetuneConfig], code
     assert f"merged into the {into} weights" in _run(config)  # of a run that is finished
 
 
+def test_options_reach_loading_and_wrap(begin: Callable[..., FinetuneConfig], codec: str) -> None:
+    options = ("double_quant=true", "error_rank=4", "optimizer_mode=gpu", "param_offload=[1, 2]")
+    config = begin(CHATS, quantize=codec, options=options, merge="original", steps=2)
+    _run(config)
+    results = json.loads((Path(config.output) / "results.json").read_text())
+    assert results["memory"]["paged_blocks"] == [1, 2]
+    plain = begin(CHATS, quantize=codec, output=f"{config.output}-2", steps=2)
+    _run(plain)
+    other = json.loads((Path(plain.output) / "results.json").read_text())
+    assert results["memory"]["block_bytes"] != other["memory"]["block_bytes"]
+    # Adapters that start at what quantization lost begin nearer to the full model.
+    assert results["held_out_loss"]["before"] != other["held_out_loss"]["before"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["lora", "full", "dpo"])
+def test_on_a_gpu(method: str, begin: Callable[..., FinetuneConfig], kernel: None) -> None:
+    records = PAIRS if method == "dpo" else CHATS
+    config = begin(
+        records,
+        method=method,
+        device="auto",
+        dtype="auto",
+        lr=1e-3,
+        packing=method == "lora",
+        assistant_only=method == "lora",
+        gradient_checkpointing=method == "full",
+        options=() if method == "full" else ("param_offload=true",),
+        merge="none" if method == "full" else "dequantized",
+    )
+    _run(config)
+    results = json.loads((Path(config.output) / "results.json").read_text())
+    assert results["device"] == "cuda"
+    assert results["held_out_loss"]["after"] < results["held_out_loss"]["before"]
+    assert len(_lines(config, "sample")) == 2
+    assert all(line["ts_vram_peak_gb"] > 0 for line in _lines(config, "step"))
+
+
 def test_merges_that_cannot_be(begin: Callable[..., FinetuneConfig]) -> None:
     for changes, words in (
         ({"method": "full", "merge": "original"}, "nothing to merge"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from ts_core.errors import OptionError
 from ts_hf.cli.settings import FREE_TO_CHANGE, FinetuneConfig
+from ts_hf.cli.streaming import as_texts, check_with_limit
 
 # Names that other tools use for what is called something else here.
 _ALIASES = {
@@ -71,6 +72,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **options)
 
 
+def name_unknown_flags(parser: argparse.ArgumentParser) -> None:
+    """Let `parser` answer a flag that it does not know with the nearest one that it does.
+
+    argparse hands unknown flags up to the parser of the whole command, which only repeats them.
+    """
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        found, unknown = parse(*args, **kwargs)
+        flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        if flags:
+            raise OptionError(
+                "\n".join(f"there is no flag {flag}.{_flag_hint(parser, flag)}" for flag in flags)
+            )
+        return found, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def _flag_hint(parser: argparse.ArgumentParser, flag: str) -> str:
+    plain = flag.lstrip("-").lower().replace("-", "_")
+    if plain in _ALIASES:
+        return f" It is called --{_ALIASES[plain].replace('_', '-')} here."
+    known = list(parser._option_string_actions)
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.4)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
 def read_yaml(path: Path) -> YamlSettings:
     """The settings of a YAML file.
 
@@ -127,6 +156,8 @@ def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
                 wrong.append(f"{place}: there is no setting {name!r}.{_hint(str(name))}")
                 continue
             item = known[name]
+            if name == "options" and isinstance(value, Mapping):
+                value = as_texts(value)
             value = _coerce(item.default, str(item.type), value)
             if not item.metadata["check"](value):
                 wrong.append(
@@ -136,7 +167,9 @@ def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
             values[name] = value
     if wrong:
         raise OptionError("\n".join(wrong))
-    return FinetuneConfig(**values)
+    config = FinetuneConfig(**values)
+    check_with_limit(config.options, config.block_limit)
+    return config
 
 
 def to_yaml(config: FinetuneConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, plan_blocks
 from ts_hf.cli.model import add_lora, load_tokenizer, model_folder
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.streaming import for_loading
 from ts_hf.families import find_decoder_layers
 from ts_hf.fill import LoadReport, quantizable_names
 from ts_hf.sizes import format_bytes
@@ -121,11 +123,10 @@ def _block_sizes(config: FinetuneConfig, model: Any, stored: bool) -> tuple[list
     if stored:
         name = "full precision (the checkpoint is stored quantized, and may be kept so)"
     else:
-        options = WrapOptions(quantize=asked)
-        codec = choose_codec(model, options, 0.85, LoadReport())
+        codec = choose_codec(model, _load_options(config, asked), 0.85, LoadReport())
     linear = quantizable_names(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    per_value = None if codec is None else bytes_per_weight(codec, WrapOptions(quantize=codec))
+    per_value = None if codec is None else bytes_per_weight(codec, _load_options(config, codec))
     sizes = []
     for layer in find_decoder_layers(model):
         size = 0.0
@@ -135,6 +136,12 @@ def _block_sizes(config: FinetuneConfig, model: Any, stored: bool) -> tuple[list
             size += parameter.numel() * per_value if quantized and per_value else plain
         sizes.append(int(size))
     return sizes, codec or name
+
+
+def _load_options(config: FinetuneConfig, codec: str) -> WrapOptions:
+    known = {item.name for item in dataclasses.fields(WrapOptions)}
+    given = for_loading(config.options)
+    return WrapOptions(quantize=codec, **{k: v for k, v in given.items() if k in known})
 
 
 def _output(config: FinetuneConfig, run: RunFolder) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ts_core.errors import OptionError
-from ts_hf.cli.config import add_flags, make_config, read_yaml
+from ts_hf.cli.config import add_flags, make_config, name_unknown_flags, read_yaml
 from ts_hf.cli.settings import DEMO
 
 
@@ -37,6 +37,7 @@ class FinetuneCommand:
             "is read",
         )
         add_flags(parser)
+        name_unknown_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Run it; 0 when done, 130 when interrupted."""

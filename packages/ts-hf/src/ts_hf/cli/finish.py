@@ -12,6 +12,7 @@ from ts_hf.adapters import save_adapter
 from ts_hf.checkpoints.atomic import atomic_directory
 from ts_hf.cli.model import load_tokenizer, model_folder
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.streaming import for_loading, parse_options
 
 
 def check_merge(config: FinetuneConfig) -> None:
@@ -67,10 +68,17 @@ def merge_trained(config: FinetuneConfig, dtype: Any, output: Path, console: Con
     folder = model_folder(config)
     torch.manual_seed(config.seed)  # random_weights draws the same model again
     base = load_model(
-        folder, quantize=config.quantize, dtype=dtype, random_weights=config.random_weights
+        folder,
+        quantize=config.quantize,
+        dtype=dtype,
+        random_weights=config.random_weights,
+        **for_loading(config.options),
     )
     adapted = PeftModel.from_pretrained(base, output / "adapter", autocast_adapter_dtype=False)
-    merged, report = merge_adapter(adapted, into=config.merge)
+    started = bool(parse_options(config.options).get("error_rank")) or None
+    merged, report = merge_adapter(
+        adapted, into=config.merge, started=started if config.merge == "original" else None
+    )
     target = output / "merged"
     with atomic_directory(target) as aside:
         merged.save_pretrained(str(aside))

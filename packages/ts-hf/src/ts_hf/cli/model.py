@@ -11,6 +11,7 @@ import torch
 from ts_core.errors import DataError, NotAvailableError, OptionError
 from ts_hf.checkpoints.locate import resolve_folder
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.streaming import for_loading
 from ts_hf.demo_model import NAME as DEMO_MODEL
 from ts_hf.demo_model import cache_folder, demo_model_folder
 from ts_hf.loading import load_model
@@ -82,6 +83,7 @@ def load_for_training(config: FinetuneConfig, folder: Path, dtype: torch.dtype) 
         quantize="none" if config.method == "full" else config.quantize,
         dtype=dtype,
         random_weights=config.random_weights,
+        **for_loading(config.options),
     )
     if config.method != "full":
         model = add_lora(config, model)

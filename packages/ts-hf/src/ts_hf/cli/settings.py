@@ -142,6 +142,13 @@ class FinetuneConfig:
         _size,
         "bytes, or a text like '24MiB'",
     )
+    options: tuple[str, ...] = _setting(
+        (),
+        "further options of trainstream.wrap and load_model (docs/options.md), as name=value; in "
+        "YAML a mapping",
+        lambda v: isinstance(v, tuple) and all(_text(item) for item in v),
+        "name=value texts, or a mapping of names to values",
+    )
     seq_length: int = _setting(512, "tokens per row", _int(2), "an int >= 2")
     batch_size: int = _setting(1, "rows per micro-batch", _int(1), "an int >= 1")
     accumulation: int = _setting(1, "micro-batches per step", _int(1), "an int >= 1")

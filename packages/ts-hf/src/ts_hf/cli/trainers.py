@@ -10,6 +10,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from ts_hf.cli.machine import streaming_options
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.streaming import parse_options
 from ts_hf.training.trainer import TrainStreamTrainer
 
 
@@ -97,6 +98,7 @@ def make_trainer(
         "trainstream": {
             **streaming_options(model, config.block_limit_bytes, device),
             "loss_chunk_size": chunk_size,
+            **parse_options(config.options),
         },
     }
     if config.method == "dpo":
