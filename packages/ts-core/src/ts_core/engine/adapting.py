@@ -46,9 +46,7 @@ class PlacementAdapter:
     ) -> None:
         self._session = weakref.ref(session)
         self._shared = shared_parameters(model, session.blocks) | excluded
-        movable = [
-            index for index, block in enumerate(session.blocks) if _can_move(block, self._shared)
-        ]
+        movable = range(len(session.blocks))
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
 
@@ -87,6 +85,8 @@ class PlacementAdapter:
 
     def _apply(self, session: TrainStreamSession, plan: Plan) -> None:
         """Let exactly the blocks of `plan.paged` stream."""
+        assert session.optimizer is not None
+        session.optimizer.synchronize()  # weights that are still being updated would be copied old
         paged = set() if session.pager is None else set(session.pager.images)
         _give_back(session)
         self._start_streaming(session, sorted(set(plan.paged) - paged), plan.slot_count)
@@ -96,6 +96,7 @@ class PlacementAdapter:
                 self._bring_back(session, image.index)
             assert session.store is not None
             session.store.forget(taken)
+        session.optimizer.set_homes({home.param: home for home in session.homes})
         if not plan.paged:
             _stop_streaming(session)
         session.plan = plan
@@ -134,11 +135,6 @@ class PlacementAdapter:
             return
         for leaf in pageable_leaves(block, self._shared):
             leaf.set(leaf.get().clone())
-
-
-def _can_move(block: nn.Module, shared: set[int]) -> bool:
-    """Blocks whose trained weights stream belong to the optimizer too, and stay where they are."""
-    return all(not leaf.owner.requires_grad for leaf in pageable_leaves(block, shared))
 
 
 def _activations_settled(session: Any) -> bool:

@@ -34,9 +34,14 @@ def block_leaves(
     """
     stay = shared_parameters(model, blocks) | set(apart)
     if optimizer is not None:
-        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        stay |= {id(p) for p in model.parameters() if p.requires_grad and id(p) not in trained}
+        stay |= left_out(model, optimizer)
     return [pageable_leaves(block, stay) for block in blocks]
+
+
+def left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[int]:
+    """`id`s of trainable parameters that the optimizer does not have."""
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {id(p) for p in model.parameters() if p.requires_grad and id(p) not in trained}
 
 
 def model_profile(

@@ -24,7 +24,7 @@ from ts_core.engine.experts import (
 from ts_core.engine.experts_store import run_stored
 from ts_core.engine.hosting import build_images
 from ts_core.engine.patches import apply_patches, patches_asked_for
-from ts_core.engine.placement import block_leaves, model_profile, move_resident
+from ts_core.engine.placement import block_leaves, left_out, model_profile, move_resident
 from ts_core.engine.planning import (
     choose_codec,
     choose_moments,
@@ -183,7 +183,7 @@ def _start(
     session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
-    elsewhere = frozenset(parameters_of(experts))
+    elsewhere = frozenset(parameters_of(experts) | left_out(model, session.optimizer))
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     session.hook_model(model)
     session.watch_for_room()
