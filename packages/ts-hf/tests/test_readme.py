@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,22 @@ from ts_core.registry import commands
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
+@pytest.fixture
+def blocks() -> list[str]:
+    """The examples of the README that are marked as tested: the first, and the one of TRL."""
+    found = re.findall(r"<!-- tested -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) == 2
+    return found
+
+
 def test_example(
-    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+    blocks: list[str],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
 ) -> None:
     pytest.importorskip("peft", reason="the optional package peft is not installed")
-    blocks = re.findall(r"<!-- tested -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 1
     folder = checkpoint("llama")
     monkeypatch.chdir(tmp_path)
     code = blocks[0].replace("path/to/checkpoint", str(folder))
@@ -31,6 +43,35 @@ def test_example(
         "checkpoint-4",
         "checkpoint-8",
     ]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:trl")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:(datasets|multiprocess|dill|trl)")
+def test_example_of_trl(
+    blocks: list[str],
+    checkpoint: Callable[..., Path],
+    byte_tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+) -> None:
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    pytest.importorskip("trl", reason="the package trl is not installed")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = checkpoint("llama", vocab_size=len(byte_tokenizer))
+    byte_tokenizer.save_pretrained(folder)
+    lines = (json.dumps({"text": f"row {number}"}) for number in range(8))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    code = blocks[1].replace("path/to/checkpoint", str(folder))
+    more = "max_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, "
+    code = code.replace("SFTConfig(", f"SFTConfig({more}")
+    space: dict[str, Any] = {"ts_hf": ts_hf, "LoraConfig": peft.LoraConfig}
+    exec(compile(code, str(README), "exec"), space)
+    assert space["trainer"].state.global_step == 2
+    assert space["trainer"].model._trainstream_session.config.blocks is not None
 
 
 def test_public_names() -> None:

@@ -379,7 +379,7 @@ def test_streamed_equals_resident_on_a_gpu(
     [
         ({"optim": "sgd"}, OptionError, "optim='sgd'"),
         ({"optim": "adafactor"}, OptionError, "optim='adafactor'"),
-        ({"optim": "adamw_bnb_8bit"}, NotAvailableError, "low-precision moments"),
+        ({"optim": "adamw_torch_4bit"}, OptionError, "optim='adamw_torch_4bit'.*adamw_8bit"),
         ({"auto_find_batch_size": True}, NotAvailableError, "auto_find_batch_size"),
         ({"torch_compile": True}, NotAvailableError, "torch_compile"),
         ({"bf16_full_eval": True}, NotAvailableError, "bf16_full_eval"),

@@ -173,6 +173,33 @@ def _plain(trainer: Any) -> Any:
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer).param_groups
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit"])
+def test_eight_bit_adamw_keeps_eight_bit_moments(
+    name: str,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Near fp32's losses at about a quarter of its moments; an option given overrules the name."""
+    losses, sizes = [], []
+    for optim, options in (
+        ("adamw_torch", {}),
+        (name, {}),
+        (name, {"moment_dtype": "float32"}),
+    ):
+        trainer = ts_hf.TrainStreamTrainer(
+            model=tiny_model("llama"),
+            args=training_arguments(optim=optim, max_steps=4),
+            train_dataset=token_rows(8, LENGTH),
+            trainstream=options,
+        )
+        trainer.train()
+        losses.append(_history(trainer, "loss"))
+        sizes.append(_history(trainer, "ts_host_state_gb")[-1])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3) and losses[1] != losses[0]
+    assert losses[2] == losses[0] and sizes[2] == sizes[0] > 1.3 * sizes[1]
+
+
 def test_a_loss_function_of_the_users(
     both: Callable[..., Any], unequal_rows: Callable[..., Any]
 ) -> None:

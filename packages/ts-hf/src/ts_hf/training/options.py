@@ -9,16 +9,17 @@ from typing import Any
 from ts_core.errors import NotAvailableError, OptionError
 from ts_hf.packing import PackedCollator
 
-# Names of transformers' `optim` that mean AdamW with fp32 state, which OffloadAdamW is.
-ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
-_LOW_PRECISION_ADAMW = (
-    "adamw_torch_4bit",
-    "adamw_torch_8bit",
-    "adamw_bnb_8bit",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "adamw_anyprecision",
-)
+# Names of transformers' `optim` that mean AdamW, and the moments that OffloadAdamW keeps for them
+# (None: as `moment_dtype` of the options says).
+ADAMW_NAMES: dict[str, str | None] = {
+    "adamw_torch": None,
+    "adamw_torch_fused": None,
+    "paged_adamw_32bit": None,
+    "adamw_8bit": "int8",
+    "adamw_bnb_8bit": "int8",
+    "adamw_torch_8bit": "int8",
+    "paged_adamw_8bit": "int8",
+}
 _FROM_ARGUMENTS = {
     "max_grad_norm": "max_grad_norm",
     "accumulation_steps": "gradient_accumulation_steps",
@@ -131,12 +132,7 @@ def check_arguments(args: Any) -> None:
             "fp16=True scales the loss and reads gradients back, which streaming gradients rule "
             "out. Use bf16=True, or neither for fp32."
         )
-    name = getattr(args.optim, "value", args.optim)
-    if name in _LOW_PRECISION_ADAMW:
-        raise NotAvailableError(
-            f"optim={name!r}: low-precision moments are not available in this version. "
-            f"Use optim='adamw_torch'."
-        )
+    name = _optim_name(args)
     if name not in ADAMW_NAMES:
         raise OptionError(
             f"optim={name!r}: TrainStreamTrainer trains with AdamW. "
@@ -158,3 +154,13 @@ def check_arguments(args: Any) -> None:
             raise NotAvailableError(
                 f"{what} is not available in this version of TrainStreamTrainer. Leave it off."
             )
+
+
+def moments_of(args: Any) -> dict[str, str]:
+    """The option of wrap() that `optim` asks for: 8-bit moments for the 8-bit AdamWs."""
+    moments = ADAMW_NAMES.get(_optim_name(args))
+    return {} if moments is None else {"moment_dtype": moments}
+
+
+def _optim_name(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))

@@ -19,7 +19,13 @@ from ts_hf.training.evaluation import EvaluationMixin
 from ts_hf.training.finite import FiniteGuard, check_gradient_norm
 from ts_hf.training.loss import ChunkedLoss
 from ts_hf.training.memory_log import memory_numbers
-from ts_hf.training.options import TrainerOptions, by_name, check_arguments, choose_collator
+from ts_hf.training.options import (
+    TrainerOptions,
+    by_name,
+    check_arguments,
+    choose_collator,
+    moments_of,
+)
 from ts_hf.training.targets import WindowTargets
 from ts_hf.wrapping import wrap_hf
 
@@ -109,7 +115,7 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
             max_grad_norm=float(clip) if clip and clip > 0 else None,
             accumulation_steps=self.args.gradient_accumulation_steps,
             device=self.args.device,
-            **self._options.wrap,
+            **{**(moments_of(self.args) if given is None else {}), **self._options.wrap},
         )
         self.optimizer = self._streaming
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
