@@ -12,6 +12,7 @@ import torch
 from ts_core.config import WrapOptions
 from ts_core.engine.quantize_options import quantize_options
 from ts_core.errors import OptionError
+from ts_core.memory.heap import HeapTrimmer, trim_heap
 from ts_core.store.leaves import is_wrapper
 from ts_hf.budget import check_stored, choose_codec
 from ts_hf.checkpoints.keymap import Target, check_shape, plan_targets
@@ -24,7 +25,6 @@ from ts_hf.checkpoints.stored import (
     stored_entries,
 )
 from ts_hf.fill import Encoder, Filler, LoadReport
-from ts_hf.heap import HeapTrimmer, trim_heap
 from ts_hf.on_disk import LayerFiles
 from ts_hf.random_fill import fill_randomly, random_state
 from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config

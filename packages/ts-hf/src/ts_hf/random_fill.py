@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ts_core.memory.heap import HeapTrimmer
 from ts_hf.fill import Filler
-from ts_hf.heap import HeapTrimmer
 
 
 def fill_randomly(filler: Filler) -> None:

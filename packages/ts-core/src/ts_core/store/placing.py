@@ -13,6 +13,7 @@ import torch
 from ts_core.errors import NotAvailableError, OutOfBudgetError
 from ts_core.memory.arena import PinnedArena
 from ts_core.memory.budget import PageLockBudget
+from ts_core.memory.heap import HeapTrimmer
 from ts_core.memory.ram import ram_available_bytes
 from ts_core.store.images import BlockImage, bytes_of, filled_image, image_over, lay_out
 from ts_core.store.leaves import Leaf
@@ -114,13 +115,16 @@ class ImageStore:
             if beyond and self._directory is not None:
                 made = self._in_files({index: leaves[index] for index in beyond}, sizes)
             on_disk = {image.index for image in made}
+            trimmer = HeapTrimmer()  # what the weights leave must not be counted twice
             for image in made:
                 image.bind_host()
+                trimmer.read(image.size_bytes)
             for index, block in leaves.items():
                 if index not in on_disk:
                     placements, size_bytes = lay_out(block)
                     source = self._memory(size_bytes, index in beyond, _is_trained(block))
                     made.append(filled_image(index, placements, source))
+                    trimmer.read(size_bytes)
         except BaseException:
             self._take_back(made)
             if not self._images:

@@ -1,7 +1,8 @@
 """Give memory that was freed back to the system.
 
-glibc keeps freed blocks of up to 32 MiB for later. While a model is read, weights that stay are
-allocated between work buffers that go, so what is kept can reach the size of the model.
+glibc keeps freed blocks of up to 32 MiB for later. While a model is read, or its weights are moved
+into images, tensors that stay lie between buffers that go, so what is kept can reach the size of
+the model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cache
 
 
 class HeapTrimmer:
-    """Trims the heap each time `every_bytes` have been read."""
+    """Trims the heap each time `every_bytes` have been read or moved."""
 
     def __init__(self, every_bytes: int = 32 << 20) -> None:
         self._every = every_bytes
