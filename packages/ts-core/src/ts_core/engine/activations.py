@@ -173,6 +173,8 @@ class Activations:
         self._moves = False
         self._probed_numel = 0
         self._sizes: list[list[int]] = [[] for _ in blocks]
+        # Told what was measured; returns bytes of device memory that have a better use.
+        self.share_room: Callable[[Sequence[BlockActivations]], int] | None = None
         self._begin_probe()
         self._say_how_it_begins()
 
@@ -374,8 +376,11 @@ class Activations:
         self.measured = meter.result()
         self._passes = 0
         self._meter = None
+        room = self._device_room()
+        if room is not None and self.share_room is not None:
+            room -= self.share_room(self.measured)
         limits = ActivationLimits(
-            self._device_room(), self._ram_room(), self.options.prefetch_depth, self._inflight()
+            room, self._ram_room(), self.options.prefetch_depth, self._inflight()
         )
         found = isinstance(self._tuner, RecomputeTuner) and self._tuner.settled
         self._search(limits, self._share() if found else None)

@@ -7,16 +7,18 @@ forward. A block's values are copied as they are, so moving it changes no bit of
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ts_core.engine.blocks import shared_parameters
-from ts_core.engine.placement import move_resident
+from ts_core.engine.placement import block_leaves, move_resident
+from ts_core.engine.planning import work_of
 from ts_core.errors import OutOfBudgetError
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions
+from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.corrections import PeakCorrector
-from ts_core.store import BlockImage, ParamPager, pageable_leaves
+from ts_core.store import BlockImage, Leaf, ParamPager
 
 if TYPE_CHECKING:
     from ts_core.engine.session import TrainStreamSession
@@ -45,8 +47,13 @@ class PlacementAdapter:
         excluded: frozenset[int] = frozenset(),
     ) -> None:
         self._session = weakref.ref(session)
-        self._shared = shared_parameters(model, session.blocks) | excluded
-        movable = range(len(session.blocks))
+        self._model = weakref.ref(model)
+        self._excluded = excluded
+        movable = list(range(len(session.blocks)))
+        if session.optimizer is not None and session.optimizer.processes > 1:
+            # Processes average their gradients by bucket, so trained weights stay in theirs.
+            trained = profile.trained_pageable
+            movable = [index for index in movable if not (trained and trained[index])]
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
 
@@ -65,7 +72,8 @@ class PlacementAdapter:
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
         before = session.plan
-        found = self.corrector.observe(self._seen, peak, _activations_settled(session))
+        settled = session.activations is None or not session.activations.adapting
+        found = self.corrector.observe(self._seen, peak, settled)
         for entry in self.corrector.history[heard:]:
             if entry.change:
                 session.log(f"plan: {entry.change}")
@@ -74,31 +82,60 @@ class PlacementAdapter:
         elif was_adapting and not self.corrector.adapting:
             session.log(f"plan: settled after {self._seen} steps")
 
-    def _move(self, session: TrainStreamSession, before: Plan, plan: Plan) -> None:
+    def share_room(self, measured: Sequence[BlockActivations]) -> int:
+        """Activations are known now: bring back blocks whose weights use the room better.
+
+        Called between steps, before it is decided which activations stay.
+
+        Args:
+            measured: per block.
+
+        Returns:
+            Bytes of device memory that blocks took, which are no longer there for activations.
+        """
+        session = self._session()
+        if session is None:
+            return 0
+        before = session.plan
+        peak = session.device.memory()["peak_allocated"]
+        work = work_of(session.blocks, measured)
+        found = self.corrector.share_room(peak, measured, work)
+        if found is None or not self._move(session, before, found):
+            return 0
+        session.log(f"plan: {found.reasons[-1]}")
+        return _placed(found) - _placed(before)
+
+    def _move(self, session: TrainStreamSession, before: Plan, plan: Plan) -> bool:
+        moved = True
         try:
             self._apply(session, plan)
         except OutOfBudgetError as error:
             self._apply(session, before)
             self.corrector.stop(before)
             session.log(f"plan: blocks stay where they are, since moving them failed: {error}")
+            moved = False
         session.device.reset_peak()
+        return moved
 
     def _apply(self, session: TrainStreamSession, plan: Plan) -> None:
         """Let exactly the blocks of `plan.paged` stream."""
-        assert session.optimizer is not None
-        session.optimizer.synchronize()  # weights that are still being updated would be copied old
+        assert session.optimizer is not None and session.store is not None
+        session.optimizer.synchronize()  # weights being updated would be copied too early
         paged = set() if session.pager is None else set(session.pager.images)
-        _give_back(session)
+        if session.resident_reservation is not None:
+            session.resident_reservation.release()
+            session.resident_reservation = None
         self._start_streaming(session, sorted(set(plan.paged) - paged), plan.slot_count)
+        taken: list[BlockImage] = []
         if session.pager is not None:
             taken = session.pager.take_out(sorted(paged - set(plan.paged)), plan.slot_count)
-            for image in taken:
-                self._bring_back(session, image.index)
-            assert session.store is not None
-            session.store.forget(taken)
+            self._bring_back(session, taken)
+        if session.pager is not None and not plan.paged:
+            pager, session.pager = session.pager, None
+            session.hook_blocks()
+            pager.close()
         session.optimizer.set_homes({home.param: home for home in session.homes})
-        if not plan.paged:
-            _stop_streaming(session)
+        session.store.forget(taken)
         session.plan = plan
         resident = plan.predicted.get("resident_blocks", 0)
         session.resident_reservation = session.device.pool.reserve(resident, "resident blocks")
@@ -108,49 +145,36 @@ class PlacementAdapter:
     ) -> None:
         if not indices:
             return
-        images: list[BlockImage] = []
+        assert session.store is not None
+        leaves = self._leaves(session)
+        images = session.store.build({index: leaves[index] for index in indices})
         try:
-            assert session.store is not None
-            images = session.store.build(
-                {index: pageable_leaves(session.blocks[index], self._shared) for index in indices}
-            )
             if session.pager is None:
                 session.pager = ParamPager(images, session.copies, slot_count)
                 session.hook_blocks()
             else:
                 session.pager.put_in(images, slot_count)
-        except BaseException:
-            for index in indices:  # some are bound to host images that nothing streams
-                self._bring_back(session, index)
-            if images and session.store is not None:
-                session.store.forget(images)
+        except BaseException:  # bound to host images that nothing streams
+            self._bring_back(session, images)
+            session.store.forget(images)
             raise
 
-    def _bring_back(self, session: TrainStreamSession, index: int) -> None:
-        """Give a block, bound to its host image, memory of the device."""
-        block = session.blocks[index]
-        elsewhere = [] if session.experts is None else session.experts.leaves()
-        if session.device.separate_memory:
-            move_resident(block, session.device, elsewhere)
+    def _bring_back(self, session: TrainStreamSession, images: Sequence[BlockImage]) -> None:
+        """Give blocks, bound to their host images, memory of the device."""
+        if not session.device.separate_memory:
+            for image in images:
+                for placement in image.placements:
+                    placement.leaf.set(placement.leaf.get().clone())
             return
-        for leaf in pageable_leaves(block, self._shared):
-            leaf.set(leaf.get().clone())
+        elsewhere = [] if session.experts is None else session.experts.leaves()
+        for image in images:
+            move_resident(session.blocks[image.index], session.device, elsewhere)
+
+    def _leaves(self, session: TrainStreamSession) -> list[list[Leaf]]:
+        model = self._model()
+        assert model is not None
+        return block_leaves(model, session.blocks, self._excluded, session.optimizer)
 
 
-def _activations_settled(session: Any) -> bool:
-    activations = getattr(session, "activations", None)
-    return not getattr(activations, "adapting", False)
-
-
-def _give_back(session: TrainStreamSession) -> None:
-    if session.resident_reservation is not None:
-        session.resident_reservation.release()
-        session.resident_reservation = None
-
-
-def _stop_streaming(session: TrainStreamSession) -> None:
-    """Nothing streams: take the pager's hooks off and give the ring back."""
-    pager, session.pager = session.pager, None
-    session.hook_blocks()
-    if pager is not None:
-        pager.close()
+def _placed(plan: Plan) -> int:
+    return plan.predicted.get("resident_blocks", 0) + plan.predicted.get("slots", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,9 +23,18 @@ from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
 from ts_core.optim import OffloadAdamW, checks
 from ts_core.optim.moments import MOMENT_KINDS, bytes_per_value
 from ts_core.registry import codecs
-from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
-from ts_core.schedule.plan import human
+from ts_core.schedule import (
+    MachineProfile,
+    ModelProfile,
+    Plan,
+    PlanOptions,
+    make_plan,
+    profile_hardware,
+)
+from ts_core.schedule.activation_policy import BlockActivations
+from ts_core.schedule.plan import Work, human
 from ts_core.schedule.planner import evaluate
+from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.schedule.remedies import Alternative
 from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
@@ -220,3 +230,47 @@ def _alternatives(
         words = f"keep moments in less memory (optimizer_mode='cpu', moment_dtype={kind!r})"
         found.append(Alternative(words, replace(now, host_state=now.host_state - saved)))
     return found
+
+
+def with_rates(
+    machine: MachineProfile, device: Device, config: WrapOptions, log: EventLog
+) -> MachineProfile:
+    """`machine` with how fast it is: measured (once per machine), or typical with profile=False."""
+    if not device.separate_memory:
+        return machine
+    rates = TYPICAL_GPU
+    if config.profile:
+        rates = profile_hardware(device, threads=config.threads)
+    log(
+        f"hardware: link {rates.h2d / 1e9:.1f} GB/s to the device, {rates.d2h / 1e9:.1f} back, "
+        f"host AdamW {rates.host_adamw / 1e9:.2f} G values/s, bf16 products "
+        f"{rates.matmul_bf16 / 1e12:.0f} TFLOP/s ({'measured' if rates.measured else 'assumed'})"
+    )
+    return replace(machine, rates=rates)
+
+
+def work_of(blocks: Sequence[nn.Module], measured: Sequence[BlockActivations]) -> Work | None:
+    """Operations of a step, from the sizes of the blocks' weights and inputs.
+
+    The tokens of a step are taken from the bytes of a block's input and the width of its norms;
+    None where blocks have no such parameters. Products outside the blocks are left out.
+    """
+    flops = []
+    trained = total = 0
+    for block, activations in zip(blocks, measured, strict=True):
+        norm = norm_of(block)
+        if norm is None:
+            return None
+        tokens = activations.boundary / (norm.numel() * norm.element_size())
+        values = sum(p.numel() for p in block.parameters() if p.dim() >= 2)
+        flops.append(2.0 * tokens * values)
+        total += values
+        trained += sum(p.numel() for p in block.parameters() if p.dim() >= 2 and p.requires_grad)
+    return Work(tuple(flops), backward=2.0 if 2 * trained > total else 1.0)
+
+
+def norm_of(block: nn.Module) -> nn.Parameter | None:
+    """A vector as wide as the block's hidden state: of the size that most of its vectors have."""
+    vectors = [p for p in block.parameters() if p.dim() == 1]
+    counts = Counter(vector.numel() for vector in vectors)
+    return max(vectors, key=lambda vector: (counts[vector.numel()], vector.numel()), default=None)

@@ -31,6 +31,7 @@ from ts_core.engine.planning import (
     gradients_in_flight,
     machine_profile,
     plan_options,
+    with_rates,
 )
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
@@ -157,6 +158,8 @@ def _start(
     profile = without_experts(profile, experts)
     machine, asked = machine_profile(device), plan_options(config)
     plan = make_plan(profile, machine, asked)
+    if plan.paged:
+        machine = with_rates(machine, device, config, log)
     for reason in plan.reasons:
         log(f"plan: {reason}")
     copies = CopyEngine(device, config.max_inflight_bytes)
@@ -185,6 +188,8 @@ def _start(
     session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
     elsewhere = frozenset(parameters_of(experts) | left_out(model, session.optimizer))
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
+    if session.activations is not None:
+        session.activations.share_room = session.adapter.share_room
     session.hook_model(model)
     session.watch_for_room()
     if _compiled_from_outside(model, blocks):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ts_core.config import WrapOptions
 from ts_core.engine.placement import block_leaves, model_profile
-from ts_core.engine.planning import gradients_in_flight, plan_codec
+from ts_core.engine.planning import gradients_in_flight, norm_of, plan_codec
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.errors import DataError, OptionError
@@ -185,10 +185,9 @@ def _work(
             inside.add(id(parameter))
             if parameter.dim() >= 2:
                 values += parameter.numel() * (active_share if parameter.dim() > 2 else 1.0)
-        # Scores and their product with the values, half of them masked out; the width of a block
-        # is taken from its norms.
-        width = max((p.numel() for p in block.parameters() if p.dim() == 1), default=0)
-        attention = 2.0 * training.length * width
+        # Scores and their product with the values, half of them masked out.
+        norm = norm_of(block)
+        attention = 2.0 * training.length * (0 if norm is None else norm.numel())
         flops.append(tokens * (2.0 * values + attention))
     heads = [
         module.weight

@@ -12,9 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.case import Case
-from ts_core.schedule.plan import MachineProfile, ModelProfile, Plan, PlanOptions, human
-from ts_core.schedule.planner import repage
+from ts_core.schedule.plan import (
+    KEEP,
+    MachineProfile,
+    ModelProfile,
+    Plan,
+    PlanOptions,
+    Work,
+    human,
+)
+from ts_core.schedule.planner import evaluate, repage
 
 QUIET_STEPS = 2
 # Blocks are given back at most this often before placement only ever gets tighter.
@@ -110,9 +119,8 @@ class PeakCorrector:
         target = self.target
         if target is None:
             return None
-        placed = self.plan.predicted.get("resident_blocks", 0) + self.plan.predicted.get("slots", 0)
         before = self._most_needed
-        self._most_needed = max(before, peak - placed)
+        self._most_needed = max(before, peak - self._placed())
         if not self._may_move:
             self._remember(step, peak, target, self._over(peak, target))
             return None
@@ -137,6 +145,62 @@ class PeakCorrector:
         self._remember(step, peak, target, words)
         self.plan = replace(changed, reasons=(*changed.reasons, words))
         return self.plan
+
+    def share_room(
+        self, peak: int, measured: Sequence[BlockActivations], work: Work | None
+    ) -> Plan | None:
+        """Activations were measured in a step that recomputed every block.
+
+        The room can go to activations, which saves computing them again, or to blocks, which saves
+        streaming them. When the shortest predicted step has more blocks on the device, they return
+        now, and activations get what is left.
+
+        Args:
+            peak: most bytes of device memory allocated in that step.
+            measured: per block.
+            work: of a step of that size; None: unknown.
+
+        Returns:
+            A plan with fewer paged blocks, or None.
+        """
+        if not self._may_move or not self.plan.paged or work is None or self.target is None:
+            return None
+        inputs = tuple(block.boundary for block in measured)
+        again = max(block.saved for block in measured)
+        rest = max(0, peak - self._placed() - sum(inputs) - again)
+        model = replace(
+            self._model,
+            fixed_device=rest,
+            trained=0,
+            gradients_wait=False,
+            activations=tuple(block.saved for block in measured),
+            inputs=inputs,
+            transient=0,
+            head=0,
+            work=work,
+        )
+        machine = replace(self._machine, counts_fixed=True)
+        best = evaluate(model, machine, self._options)
+        if not best.fits or len(best.paged) >= len(self.plan.paged):
+            return None
+        stuck = [index for index in self.plan.paged if index not in self._movable]
+        current = [index for index in self.plan.paged if index in self._movable]
+        chosen = repage(current, self._movable, max(0, len(best.paged) - len(stuck)))
+        options = replace(self._options, reserve=rest)
+        case = Case(self._model, machine, options, (), options.slot_count)
+        found = case.plan(tuple(sorted([*stuck, *chosen])))
+        words = (
+            f"{len(self.plan.paged) - len(found.paged)} more blocks stay on the device rather than "
+            f"activations: {best.seconds['step'] * 1000:.0f} ms per step expected, with "
+            f"{best.activations.count(KEEP)} of {len(measured)} blocks keeping their activations"
+        )
+        self.plan = replace(found, reasons=(*found.reasons, words))
+        self._returns += 1
+        return self.plan
+
+    def _placed(self) -> int:
+        predicted = self.plan.predicted
+        return predicted.get("resident_blocks", 0) + predicted.get("slots", 0)
 
     def stop(self, plan: Plan) -> None:
         """Moving blocks failed: `plan` stays in force."""
