@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,4 +297,121 @@ def test_generation(adapted: Callable[..., Any]) -> None:
                 **inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0
             )
         )
+    assert torch.equal(*tokens)
+
+
+def test_under_the_trainer_with_resume(adapted: Callable[..., Any], tmp_path: Path) -> None:
+    """TrainStreamTrainer(moe_paging=True): transformers' losses, and an exact resume."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in token_batch(1, 12)["input_ids"]]
+
+    def run(cls: Any, folder: str, resume: bool = False, **options: Any) -> list[float]:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / folder),
+            max_steps=6,
+            save_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-3,
+            adam_epsilon=1e-4,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = cls(
+            model=adapted("qwen3_moe", lora=ATTENTION),
+            args=arguments,
+            train_dataset=rows,
+            **options,
+        )
+        trainer.remove_callback(PrinterCallback)
+        checkpoint = str(tmp_path / "ours" / "checkpoint-3")
+        trainer.train(resume_from_checkpoint=checkpoint if resume else None)
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    options = {"trainstream": {"moe_paging": True, "quantize": "none"}}
+    wanted = run(Trainer, "stock")
+    found = run(ts_hf.TrainStreamTrainer, "ours", **options)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=5e-6, atol=0)
+    assert run(ts_hf.TrainStreamTrainer, "again", resume=True, **options) == found
+
+
+def test_inference_mode_then_training(adapted: Callable[..., Any]) -> None:
+    found = []
+    for paging in (False, True):
+        model = adapted("mixtral", lora=ATTENTION)
+        model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="nf4", moe_paging=paging)
+        with torch.inference_mode():
+            logits = model(**token_batch(2)).logits.clone()
+        seen = watch_gradients(model)
+        model(**token_batch(1)).loss.backward()
+        found.append([logits, *seen])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", MOE)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_gpu_equal_to_resident(
+    family: str, implementation: str, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    runs = []
+    for paging in (False, True):
+        model = adapted(
+            family, lora=ATTENTION, experts_implementation=implementation, dtype=torch.bfloat16
+        )
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cuda", quantize="none", lr=1e-2, moe_paging=paging, param_offload=paging
+        )
+        with inject_delays(3, max_ms=1.0):
+            runs.append(train_steps(model, optimizer, 4, device="cuda"))
+    assert_same(*runs)
+    experts = memory_report(model)["experts"]
+    assert 0 < experts["load_bytes"] <= experts["whole_bytes"]
+    module = next(m for m in model.modules() if isinstance(m.__dict__.get("num_experts"), int))
+    assert {p.device.type for n, p in module.named_parameters() if p.dim() == 3} == {"cpu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["nf4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_gpu_stored_experts_equal_resident_ones(
+    codec: str, implementation: str, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    runs = []
+    for options in ({"param_offload": False}, {"param_offload": True}, {"moe_paging": True}):
+        model = adapted(
+            "qwen3_moe", lora=ATTENTION, experts_implementation=implementation, dtype=torch.bfloat16
+        )
+        model, optimizer = ts_hf.wrap_hf(model, device="cuda", quantize=codec, lr=1e-2, **options)
+        with inject_delays(5, max_ms=1.0):
+            runs.append(train_steps(model, optimizer, 3, device="cuda"))
+    assert_same(runs[1], runs[0])
+    assert_same(runs[2], runs[0])
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_that_of_the_picked_experts(adapted: Callable[..., Any]) -> None:
+    """One token in eight layers of sixteen experts: a small part of them is on the device."""
+    sizes = {"num_hidden_layers": 8, "num_local_experts": 16, "intermediate_size": 1024}
+    model = adapted("mixtral", lora=ATTENTION, hidden_size=256, dtype=torch.bfloat16, **sizes)
+    whole = sum(p.nbytes for p in model.parameters() if p.dim() == 3)
+    before = torch.cuda.memory_allocated()
+    model, _ = ts_hf.wrap_hf(model, device="cuda", quantize="none", moe_paging=True)
+    torch.cuda.reset_peak_memory_stats()
+    ids = torch.randint(1, 80, (1, 1), device="cuda")
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert torch.cuda.max_memory_allocated() - before < whole / 4
+
+
+@pytest.mark.gpu
+def test_gpu_generation(adapted: Callable[..., Any]) -> None:
+    tokens = []
+    for paging in (False, True):
+        model = adapted("qwen3_moe", lora=ATTENTION, dtype=torch.bfloat16).eval()
+        model, _ = ts_hf.wrap_hf(model, device="cuda", quantize="none", moe_paging=paging)
+        inputs = {k: v.cuda() for k, v in token_batch(4).items() if k != "labels"}
+        tokens.append(model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0))
     assert torch.equal(*tokens)
