@@ -350,6 +350,19 @@ def test_inference_mode_then_training(adapted: Callable[..., Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_the_plan_counts_slots_in_the_codec_that_was_named(adapted: Callable[..., Any]) -> None:
+    from ts_core.engine.experts import experts_to_page, without_experts
+    from ts_core.schedule import ModelProfile
+
+    experts = experts_to_page(adapted("mixtral", lora=ATTENTION), True)
+    whole = 3 * 6 * 3 * 64 * 96 * 4
+    profile = ModelProfile((), fixed_device=whole + 1000)
+    assert without_experts(profile, experts).fixed_device == 1000 + whole * 2 // 3
+    stored = without_experts(profile, experts, 0.5).fixed_device
+    assert stored == 1000 + whole * 2 // 3 // 8
+    assert without_experts(profile, ()) is profile
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", MOE)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])

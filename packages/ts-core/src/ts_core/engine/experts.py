@@ -84,12 +84,21 @@ def parameters_of(experts: Sequence[StackedExperts]) -> set[int]:
     return {id(spec.module._parameters[name]) for spec in experts for name in spec.pageable()}
 
 
-def without_experts(profile: ModelProfile, experts: Sequence[StackedExperts]) -> ModelProfile:
-    """`profile` with paged experts off the device, but for the slots they may grow to."""
+def without_experts(
+    profile: ModelProfile, experts: Sequence[StackedExperts], per_weight: float | None = None
+) -> ModelProfile:
+    """`profile` with paged experts off the device, but for the slots they may grow to.
+
+    Args:
+        profile: with the experts as they are.
+        experts: those that are paged.
+        per_weight: bytes per weight in the codec that plain ones will be stored in, or None.
+    """
     if not experts:
         return profile
     sizes = [expert_bytes(spec) for spec in experts]
-    slots = min(len(sizes), SLOTS) * max(sizes)
+    copied = [expert_bytes(spec, per_weight) for spec in experts]
+    slots = min(len(sizes), SLOTS) * max(copied)
     return replace(profile, fixed_device=profile.fixed_device - sum(sizes) + slots)
 
 

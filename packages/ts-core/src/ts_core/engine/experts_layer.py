@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ts_core.errors import NotAvailableError
 from ts_core.memory.arena import PinnedArena
 from ts_core.store.images import ALIGNMENT, Placement, build_image
-from ts_core.store.leaves import Leaf, is_wrapper, tensor_leaves
+from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes, tensor_leaves
 
 
 @dataclass(frozen=True)
@@ -239,12 +239,21 @@ def split_leaves(name: str, parameter: Tensor) -> list[tuple[Leaf, bool]]:
     return [(leaf, leaf.attribute in rows) for leaf in leaves]
 
 
-def expert_bytes(spec: StackedExperts) -> int:
-    """Bytes that paging this module's experts keeps off the device."""
+def expert_bytes(spec: StackedExperts, per_weight: float | None = None) -> int:
+    """Bytes of this module's pageable experts.
+
+    Args:
+        spec: the module.
+        per_weight: bytes per weight that plain ones will be stored in, or None: as they are.
+    """
     total = 0
     for name in spec.pageable():
-        for leaf in tensor_leaves(name, spec.module._parameters[name]):  # type: ignore[arg-type]
-            total += leaf.get().numel() * leaf.get().element_size()
+        parameter = spec.module._parameters[name]
+        assert parameter is not None
+        if per_weight is not None and not is_wrapper(parameter):
+            total += int(parameter.numel() * per_weight)
+        else:
+            total += stored_bytes(parameter)
     return total
 
 

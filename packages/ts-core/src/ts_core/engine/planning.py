@@ -132,7 +132,8 @@ def choose_codec(
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
-    profile = without_experts(profile, experts)
+    named = config.quantize if config.quantize not in (*_OFF, "auto") else None
+    profile = without_experts(profile, experts, named and bytes_per_weight(named, config))
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))
     plan, codec = plan_codec(profile, weights, machine_profile(device), config, moments)
     if not plan.fits:
