@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ts_hf
 from ts_core.registry import commands
@@ -72,6 +73,18 @@ def test_example_of_trl(
     exec(compile(code, str(README), "exec"), space)
     assert space["trainer"].state.global_step == 2
     assert space["trainer"].model._trainstream_session.config.blocks is not None
+
+
+def test_example_of_paged_experts(
+    checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str], codec: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    (code,) = re.findall(r"<!-- experts -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    code = code.replace("path/to/checkpoint", str(checkpoint("mixtral")))
+    code = code.replace("moe_paging=True", "moe_paging=True, device='cpu'")
+    names = {"torch": torch, "ts_hf": ts_hf, **vars(peft)}
+    exec(compile(code, str(README), "exec"), names)
+    assert "'load_bytes'" in capsys.readouterr().out
 
 
 def test_public_names() -> None:
