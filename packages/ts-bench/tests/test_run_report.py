@@ -151,7 +151,7 @@ def test_page_of_a_finished_run(run_folder: Callable[..., Path]) -> None:
         "200 tokens per second",
         "plan: <block 1> streams & waits",
         "2 blocks, 5.0 MiB as stored (int8, nf4). 1 stay on the device; 1 are copied in",
-        "through 2 slots of 3.0 MiB. Activations: recompute in 1 blocks.",
+        "through 2 slots of 3.0 MiB. Activations are recomputed in backward in 1 blocks.",
         "given a<b before uh after yes",
         "checkpoint saved: checkpoints/checkpoint-4",
         "the run finished",
@@ -250,6 +250,17 @@ def test_several_runs_share_their_axes(run_folder: Callable[..., Path], tmp_path
     assert "Configuration (what differs comes first) a/run b/run lr 0.0001 0.0002" in page.text
     with pytest.raises(DataError, match="given twice"):
         read_runs([first, tmp_path / "a" / ".." / "a" / "run"])
+
+
+def test_memory_is_shown_in_a_unit_that_fits(run_folder: Callable[..., Path]) -> None:
+    small = read_run(
+        run_folder("small", [_session(), _step(1, ts_vram_peak_gb=0.9, rss_gb=2**31 / 1e9)])
+    )
+    titles = {plot.key: plot.title for plot in plots([small])}
+    assert titles["device-memory"] == "device memory, MiB"
+    assert titles["host-memory"] == "host memory, GiB"
+    host = next(plot for plot in plots([small]) if plot.key == "host-memory")
+    assert host.lines[0].y == pytest.approx([2.0])
 
 
 def test_preference_runs_show_their_accuracy(run_folder: Callable[..., Path]) -> None:

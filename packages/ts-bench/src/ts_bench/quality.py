@@ -138,17 +138,25 @@ class _Text:
     def __init__(self, settings: QualitySettings) -> None:
         from transformers import AutoTokenizer
 
-        from ts_hf.cli.data import prepare_rows
+        from ts_hf.cli.rows import prepare_rows, split_sources
 
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        train_rows = max(settings.steps * settings.batch, 16)
-        train, held = prepare_rows(
-            ["stdlib"],
-            None,
+        documents = split_sources(["stdlib"], None, 0.1)
+        length = settings.seq_length
+        train = prepare_rows(
+            documents[0],
             tokenizer,
-            seq_length=settings.seq_length,
-            train_rows=train_rows,
-            eval_rows=settings.eval_rows,
+            seq_length=length,
+            wanted=max(settings.steps * settings.batch, 16),
+            share=4 * length,
+        )
+        held = prepare_rows(
+            documents[1],
+            tokenizer,
+            seq_length=length,
+            wanted=settings.eval_rows,
+            share=length,
+            what="held out",
         )
         self.train = torch.stack([item["input_ids"] for item in train.items])
         self.held = torch.stack([item["input_ids"] for item in held.items])

@@ -56,6 +56,11 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere;
 details summary { cursor: pointer; color: var(--muted); }
 """
 
+_POLICIES = {
+    "keep": "kept on the device",
+    "offload": "paged to host memory",
+    "recompute": "recomputed in backward",
+}
 _DONE = {
     "checkpoint": lambda line: f"checkpoint saved: {line.get('path')}",
     "event": lambda line: str(line.get("text")),
@@ -220,8 +225,10 @@ def _block_note(run: Run, many: bool) -> str:
     policies = [block.get("activations") for block in found if block.get("activations")]
     if policies:
         counts = {policy: policies.count(policy) for policy in dict.fromkeys(policies)}
-        told = ", ".join(f"{policy} in {count} blocks" for policy, count in counts.items())
-        said += f" Activations: {told}."
+        told = ", ".join(
+            f"{_POLICIES.get(policy, policy)} in {count} blocks" for policy, count in counts.items()
+        )
+        said += f" Activations are {told}."
     return f"{run.name}: {said}" if many else said
 
 

@@ -27,13 +27,13 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
         _memory(
             runs,
             "device",
-            "device memory, GiB",
+            "device memory",
             (("ts_vram_alloc_gb", "in use"), ("ts_vram_peak_gb", "most so far")),
         ),
         _memory(
             runs,
             "host",
-            "host memory, GiB",
+            "host memory",
             (
                 ("rss_gb", "process"),
                 ("ts_pinned_gb", "pinned"),
@@ -128,17 +128,24 @@ def _one(
 def _memory(
     runs: Sequence[Run], key: str, title: str, parts: Sequence[tuple[str, str]]
 ) -> Plot | None:
-    lines = []
+    found = []
     for index, run in enumerate(runs):
         for number, (name, label) in enumerate(parts):
             if len(runs) > 1 and number:
                 continue  # one quantity per run, so that runs can be told apart
             steps, values = run.series(name)
             if any(values):
-                sizes = [value * 1e9 / 2**30 for value in values]
                 told = label if len(runs) == 1 else f"{run.name}, {label}"
-                lines.append(Line(steps, sizes, told, number if len(runs) == 1 else index))
-    return Plot(f"{key}-memory", title, lines, from_zero=True) if lines else None
+                found.append((steps, values, told, number if len(runs) == 1 else index))
+    if not found:
+        return None
+    highest = max(max(values) for _, values, _, _ in found) * 1e9
+    unit, size = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
+    lines = [
+        Line(steps, [value * 1e9 / size for value in values], told, color)
+        for steps, values, told, color in found
+    ]
+    return Plot(f"{key}-memory", f"{title}, {unit}", lines, from_zero=True)
 
 
 def _sessions(runs: Sequence[Run]) -> list[float]:

@@ -91,12 +91,11 @@ def split_documents(
     documents: list[Document], share: float
 ) -> tuple[list[Document], list[Document]]:
     """(training, held out): by a hash of the name, or the tail of each text when there are few."""
-    limit = int(share * 2**64)
-    held = [item for item in documents if _hash(f"held out {item.name}") < limit]
+    held = [item for item in documents if _unit(item.name) < share]
     if held and len(documents) >= _LEAST_DOCUMENTS / share and len(held) < len(documents):
         kept = {id(item) for item in held}
         return [item for item in documents if id(item) not in kept], held
-    if all(isinstance(item.record, Text) for item in documents) and len(documents) < 20:
+    if all(isinstance(item.record, Text) for item in documents):
         heads, tails = [], []
         for item in documents:
             assert isinstance(item.record, Text)
@@ -192,3 +191,9 @@ def _decoded(file: Path) -> str:
 
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big")
+
+
+def _unit(name: str) -> float:
+    """A number in [0, 1) of a name, apart from its place in the order; below 0.1 for a tenth."""
+    digits, tenth = divmod(_hash(name), 10)
+    return (tenth + (digits % 2**32) / 2**32) / 10
