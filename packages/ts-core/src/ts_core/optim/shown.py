@@ -1,0 +1,119 @@
+"""What an OffloadAdamW shows of itself: its options, and where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ts_core.optim.buckets import Bucket
+from ts_core.optim.options import Option, StepOptions
+from ts_core.optim.refusals import RefusingOptimizer
+from ts_core.optim.resident import ResidentAdamW
+from ts_core.optim.updates import Updates
+
+
+class ShownOptimizer(RefusingOptimizer):
+    """Options that may be changed between steps, and read-only facts.
+
+    Attributes:
+        step_options: of a step.
+        mode: "cpu", "gpu", "hybrid" or "auto".
+    """
+
+    step_options: StepOptions
+    mode: str
+    _updates: Updates
+    _resident: ResidentAdamW | None
+    _resident_norm: float | torch.Tensor | None
+
+    max_grad_norm = Option("max_grad_norm", "Clip the global norm to this; None does not clip.")
+    compute_grad_norm = Option("compute_grad_norm", "Measure the norm without clipping.")
+    skip_nonfinite = Option("skip_nonfinite", "Leave out steps with NaN or infinite gradients.")
+    threads = Option("threads", "Host threads; 0 for all usable cores.")
+    headroom = Option("headroom", "Share of the device memory that state leaves free.")
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Backward passes per step(); may be changed between steps."""
+        return self.step_options.accumulation
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int) -> None:
+        self.step_options.set_accumulation(value)
+
+    @property
+    def eager(self) -> bool:
+        """Whether updates start during backward."""
+        return self.step_options.eager
+
+    @property
+    def steps_done(self) -> int:
+        """Steps so far."""
+        return self._updates.steps
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping; None if it was not needed.
+
+        Waits for it, if it is still being measured.
+        """
+        if self._resident is None:
+            verdict = self._updates.norm
+            return None if verdict is None else verdict.result().norm
+        if isinstance(self._resident_norm, torch.Tensor):
+            self._resident_norm = self._resident_norm.item()
+        return self._resident_norm
+
+    @property
+    def updates(self) -> int:
+        """Updates so far of the most updated parameter, those before a resume included."""
+        if self._resident is not None:
+            return self.steps_done
+        return max((max(b.steps) for b in self._updates.buckets if b.steps), default=0)
+
+    @property
+    def resident(self) -> bool:
+        """Whether state is on the device under torch's own kernel (see `make_resident`)."""
+        return self._resident is not None
+
+    @property
+    def processes(self) -> int:
+        """Processes whose gradients are averaged in each step; 1 when training alone."""
+        return 1 if self._updates.ranks is None else self._updates.ranks.size
+
+    @property
+    def moments(self) -> str:
+        """How moments are kept: "float32", "bfloat16" or "int8"."""
+        return self._updates.storage.kind
+
+    @property
+    def guard_params(self) -> bool:
+        """Whether reads of a parameter wait for its update, wherever they happen.
+
+        Without it only `synchronize()` waits (a wrapped model's forward calls it).
+        """
+        return self._updates.pipeline.guard_reads
+
+    @guard_params.setter
+    def guard_params(self, value: bool) -> None:
+        self._updates.finish()
+        self._updates.pipeline.guard_reads = value
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The pieces that are transferred and updated as one, in the order of the groups."""
+        return self._updates.buckets
+
+    def stats(self) -> dict[str, Any]:
+        """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
+        grad_norm, resident, link counters."""
+        return {
+            "mode": self.mode if self._resident is None else "resident",
+            "steps": self.steps_done,
+            "eager": self.eager,
+            "grad_norm": self.last_grad_norm,
+            "resident": self.resident,
+            **self._updates.stats(),
+        }
