@@ -124,28 +124,63 @@ def test_without_the_kernel_the_models_logits_serve(
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-5)
 
 
-def test_streamed_equals_resident(
-    batch: dict[str, torch.Tensor], tiny_model: Callable[..., Any], lora: Callable[..., Any]
-) -> None:
-    """Policy, its gradients and the reference, bit for bit, with fused adapters too."""
-    runs = []
-    for offload in (True, False):
-        model = lora(tiny_model("llama"))
-        model, optimizer = ts_hf.wrap_hf(model, device="cpu", param_offload=offload, lr=1e-2)
-        found = []
-        with inject_delays(seed=3, max_ms=1.0):
-            for _ in range(3):
-                found.append(ts_hf.reference_logprobs(model, [batch]))
-                policy = ts_hf.causal_lm_logprobs(model, **batch)
-                policy.sum().neg().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(policy.detach())
-        runs.append(found)
+def _policy_and_reference(model: Any, optimizer: Any, batch: dict[str, torch.Tensor]) -> Any:
+    """Of three steps: [reference, policy, reference, policy, ...]."""
+    found = []
+    with inject_delays(seed=3, max_ms=1.0):
+        for _ in range(3):
+            found.append(ts_hf.reference_logprobs(model, [batch]))
+            policy = ts_hf.causal_lm_logprobs(model, **batch)
+            policy.sum().neg().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(policy.detach())
+    return found
+
+
+def _check_streaming(runs: list[Any]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     first, *others = runs[0][::2]
     assert all(torch.equal(first, other) for other in others)  # the reference stays put
     assert not torch.equal(runs[0][1], runs[0][3])
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_streamed_equals_resident(
+    head: bool,
+    batch: dict[str, torch.Tensor],
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+) -> None:
+    """Policy, its gradients and the reference, bit for bit; an adapter on the head, too."""
+    targets = ["lm_head", "q_proj", "up_proj"] if head else "all-linear"
+    runs = []
+    for offload in (True, False):
+        model = lora(tiny_model("llama"), target_modules=targets)
+        model, optimizer = ts_hf.wrap_hf(model, device="cpu", param_offload=offload, lr=1e-2)
+        runs.append(_policy_and_reference(model, optimizer, batch))
+    _check_streaming(runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", [False, True])
+def test_streamed_equals_resident_on_a_gpu(
+    head: bool,
+    batch: dict[str, torch.Tensor],
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+) -> None:
+    targets = ["lm_head", "q_proj", "up_proj"] if head else "all-linear"
+    runs = []
+    for offload in (True, False):
+        model = lora(tiny_model("llama").bfloat16(), target_modules=targets)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cuda", param_offload=offload, offload=True, lr=1e-2
+        )
+        on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}
+        runs.append(_policy_and_reference(model, optimizer, on_gpu))
+    assert all(not reference.is_cuda for reference in runs[0][::2])
+    _check_streaming(runs)
 
 
 def test_reference_with_fused_adapters(

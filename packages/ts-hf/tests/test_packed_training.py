@@ -222,3 +222,37 @@ def test_a_model_that_cannot_pack_is_refused_before_a_step(
     with pytest.raises(OptionError, match="BloomForCausalLM takes no position_ids"):
         trainer.train()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+def test_packed_on_a_gpu(
+    attention: str,
+    checkpoint: Callable[..., Any],
+    lora: Callable[..., Any],
+    codec: str,
+    ragged_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Streamed = resident bit for bit, packed = padded within bfloat16's rounding."""
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    folder = checkpoint("llama")
+    runs = []
+    for packing, offload in ((32, True), (32, False), (False, True)):
+        model = ts_hf.load_model(folder, quantize=codec, attn_implementation=attention)
+        runs.append(
+            _run(
+                lora(model),
+                training_arguments(use_cpu=False, max_steps=4, max_grad_norm=0.5),
+                ragged_rows(12),
+                ragged_rows(3),
+                {"packing": packing, "param_offload": offload, "offload": True},
+            )[:2]
+        )
+    (streamed, one), (resident, other), (padded, _) = runs
+    assert streamed == resident
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(
+        torch.tensor(streamed["loss"]), torch.tensor(padded["loss"]), rtol=1e-2, atol=0
+    )

@@ -141,9 +141,10 @@ def test_dpo(
         for word in WORDS * 2
     ]
     trainers = []
+    # Ours first: TRL keeps precomputed references by the model's and the data's hash.
     for cls, more in (
-        (trl.DPOTrainer, {}),
         (ts_hf.streaming_trainer(trl.DPOTrainer), {"trainstream": {"param_offload": True}}),
+        (trl.DPOTrainer, {}),
     ):
         torch.manual_seed(0)
         trainer = cls(
@@ -154,11 +155,56 @@ def test_dpo(
             peft_config=_adapter(),
             **more,
         )
+        assert hasattr(trainer.model, "_trainstream_session") == (precompute and bool(more))
         trainer.train()
         trainers.append(trainer)
-    assert _history(trainers[1], "loss")[0] == pytest.approx(0.693147, rel=1e-5)
-    assert _history(trainers[1], "loss")[-1] < 0.69
-    _compare(*trainers, ("loss", "grad_norm", "rewards/margins", "rewards/accuracies"))
+    ours, stock = trainers
+    assert _history(ours, "loss")[0] == pytest.approx(0.693147, rel=1e-5)
+    assert _history(ours, "loss")[-1] < 0.69
+    _compare(stock, ours, ("loss", "grad_norm", "rewards/margins", "rewards/accuracies"))
+
+
+@pytest.mark.parametrize("which", ["sft", "dpo"])
+def test_a_stock_trainer_on_a_wrapped_model(
+    which: str,
+    trl: Any,
+    arguments: Callable[..., Any],
+    model_for_text: Callable[..., Any],
+    byte_tokenizer: Any,
+    lora: Callable[..., Any],
+) -> None:
+    """On the host device, with TrainStreamCallback. DPO adds a reference adapter afterwards."""
+    from datasets import Dataset
+
+    if which == "sft":
+        rows = [{"prompt": f"{word} is ", "completion": word.upper()} for word in WORDS * 2]
+        trainer_class, config = trl.SFTTrainer, trl.SFTConfig
+    else:
+        rows = [
+            {"prompt": f"{word} is ", "chosen": word.upper(), "rejected": "nothing"}
+            for word in WORDS * 2
+        ]
+        trainer_class, config = trl.DPOTrainer, trl.DPOConfig
+    trainers = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model, more = lora(model_for_text()), {}
+        if wrapped:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=5e-3, eps=1e-4, weight_decay=0.0)
+            model, optimizer = ts_hf.wrap_hf(model, optimizer, device="cpu", param_offload=True)
+            more["optimizers"] = (optimizer, None)
+            more["callbacks"] = [ts_hf.TrainStreamCallback(optimizer)]
+        trainer = trainer_class(
+            model=model,
+            args=arguments(config),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=byte_tokenizer,
+            **more,
+        )
+        trainer.train()
+        trainers.append(trainer)
+    _compare(*trainers, ("loss", "grad_norm"))
 
 
 def test_on_a_quantized_base_with_checkpoints(
@@ -246,3 +292,50 @@ def test_the_class(tiny_model: Callable[..., Any], tmp_path: Any) -> None:
     wrapped, _ = ts_hf.wrap_hf(tiny_model("llama"), device="cpu")
     with pytest.raises(StateError, match="already wrapped"):
         made(wrapped, TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+
+
+# -- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["sft", "dpo", "dpo precomputed"])
+def test_streamed_equals_resident_on_a_gpu(
+    which: str,
+    trl: Any,
+    arguments: Callable[..., Any],
+    model_for_text: Callable[..., Any],
+    byte_tokenizer: Any,
+    codec: str,
+    tmp_path: Any,
+) -> None:
+    """In bfloat16 with TRL's defaults (autocast, gradient checkpointing), bit for bit."""
+    from datasets import Dataset
+
+    model_for_text().save_pretrained(tmp_path / "model")
+    base, config = (
+        (trl.SFTTrainer, trl.SFTConfig) if which == "sft" else (trl.DPOTrainer, trl.DPOConfig)
+    )
+    rows = [
+        {"prompt": f"{word} is ", "completion": word.upper()}
+        if which == "sft"
+        else {"prompt": f"{word} is ", "chosen": word.upper(), "rejected": "nothing"}
+        for word in WORDS * 2
+    ]
+    more = {"precompute_ref_log_probs": True} if which == "dpo precomputed" else {}
+    runs = []
+    for offload in (True, False):
+        torch.manual_seed(0)
+        trainer = ts_hf.streaming_trainer(base)(
+            model=ts_hf.load_model(tmp_path / "model", quantize=codec),
+            args=arguments(config, use_cpu=False, bf16=True, **more),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=byte_tokenizer,
+            peft_config=_adapter(),
+            trainstream={"param_offload": offload, "offload": True},
+        )
+        trainer.train()
+        trained = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+        assert all(p.is_cuda for p in trained)
+        runs.append((_history(trainer, "loss"), trained))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))

@@ -36,6 +36,15 @@ class TrainStreamTrainer(TrainStreamMixin, Trainer):  # type: ignore[misc]
     """
 
 
+class _ReferenceMixin:
+    """For trainers that ask a reference model, maybe before training begins."""
+
+    def compute_ref_log_probs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the base's (TRL's DPOTrainer); the model is wrapped, and so placed, first."""
+        self._ensure_wrapped()
+        return super().compute_ref_log_probs(*args, **kwargs)  # type: ignore[misc]
+
+
 @functools.cache
 def streaming_trainer(base: type[Any]) -> type[Any]:
     """A subclass of `base` whose model streams, as TrainStreamTrainer is one of transformers'.
@@ -59,4 +68,7 @@ def streaming_trainer(base: type[Any]) -> type[Any]:
     if issubclass(base, TrainStreamMixin):
         return base
     fields = {"__doc__": base.__doc__, "__module__": base.__module__}
-    return type(f"Streaming{base.__name__}", (TrainStreamMixin, base), fields)
+    mixins: tuple[type[Any], ...] = (TrainStreamMixin,)
+    if hasattr(base, "compute_ref_log_probs"):
+        mixins += (_ReferenceMixin,)
+    return type(f"Streaming{base.__name__}", (*mixins, base), fields)
