@@ -21,6 +21,7 @@ from ts_core.optim.device_update import DTYPE_NAMES
 from ts_core.optim.gradients import Gradients, Sealed
 from ts_core.optim.homed import HomedLayout
 from ts_core.optim.layout import FlatLayout, Hyper, local
+from ts_core.optim.parts import PartSums
 from ts_core.optim.places import Place, Segment, Update
 from ts_core.optim.read_guard import Flight
 from ts_core.transfer import CopyEngine
@@ -43,6 +44,7 @@ class Bucket:
         group_index: their param group.
         copies: engine of the link to their device.
         arena: where host buffers that cross the link come from.
+        parts: adds gradients of several passes in host memory.
         place: where their state lives.
 
     Attributes:
@@ -60,6 +62,7 @@ class Bucket:
         group_index: int,
         copies: CopyEngine,
         arena: PinnedArena,
+        parts: PartSums,
         place: Place,
     ) -> None:
         self.layout = layout
@@ -76,13 +79,16 @@ class Bucket:
         self._task = -1
         self._copies = copies
         self._arena = arena
+        self._parts = parts
         self._sealed: Sealed | None = None
         self._pending: dict[int, torch.Tensor] = {}
         self._gradients = self._new_gradients()
         self._flat = layout.flat()
 
     def _new_gradients(self) -> Gradients:
-        return Gradients(self.layout, self._copies, self._arena, not self.gradients_stay)
+        return Gradients(
+            self.layout, self._copies, self._arena, self._parts, not self.gradients_stay
+        )
 
     def host_bytes(self) -> int:
         """Host memory of state, gradients and what crosses the link."""
@@ -121,6 +127,7 @@ class Bucket:
         if position in self._pending:
             self._absorb()
         self._task = task
+        self._gradients.several = expected > 1 or (self.home is not None and self.home.in_parts)
         self.counts[position] += not another_part
         self.order = order
         grad = local(grad.detach())
@@ -145,9 +152,9 @@ class Bucket:
         """Whether any gradient of the step has come."""
         return any(self.counts)
 
-    def _absorb(self, first: bool = True) -> None:
+    def _absorb(self, new: bool = True) -> None:
         pending, self._pending = self._pending, {}
-        self._gradients.absorb(pending, self.counts, first)
+        self._gradients.absorb(pending, self.counts, new)
 
     def close(self, norm: torch.Tensor | None) -> bool:
         """All gradients of the step are here.

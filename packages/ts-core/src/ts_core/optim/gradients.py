@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
 from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.layout import FlatLayout
+from ts_core.optim.parts import PartSums
 from ts_core.transfer import CopyEngine
 
 
@@ -22,31 +24,28 @@ class Sealed:
             a gradient are undefined.
         behind: event on the compute stream after which `flat` is final (device memory).
         arrived: event after which `flat` holds the first part (host memory).
-        extra: (event, part) still to be added to `flat`, in order.
+        summed: done when all later parts have been added.
     """
 
     flat: torch.Tensor
     behind: Event | None = None
     arrived: Event | None = None
-    extra: list[tuple[Event, torch.Tensor]] = field(default_factory=list)
+    summed: Future[None] | None = None
 
     def land(self, device: Device) -> torch.Tensor:
-        """Wait for the parts in host memory and sum them (worker thread); returns `flat`."""
+        """Wait until `flat` in host memory is complete (worker thread); returns it."""
         if self.arrived is not None:
             device.host_wait(self.arrived)
-            self.arrived = None
-        for event, part in self.extra:
-            device.host_wait(event)
-            self.flat.add_(part)
-        self.extra.clear()
+        if self.summed is not None:
+            self.summed.result()
         return self.flat
 
     def ready(self, device: Device) -> list[Event]:
         """Events after which `flat` may be read by the device (worker thread).
 
-        Waits for parts that the host has to sum.
+        Waits for parts that the host adds.
         """
-        if self.extra:
+        if self.summed is not None:
             self.land(device)
         return [event for event in (self.behind, self.arrived) if event is not None]
 
@@ -58,15 +57,25 @@ class Gradients:
         layout: of the bucket.
         copies: engine of the link.
         arena: where host buffers that cross the link come from.
+        parts: adds what later passes bring to what is in host memory.
         to_host: gradients leave for host memory as they come; else they stay where they are.
+
+    Attributes:
+        several: a gradient of this step comes in several passes or parts, so that none is kept on
+            the device, or measured there, on its way to the host.
     """
 
     def __init__(
-        self, layout: FlatLayout, copies: CopyEngine, arena: PinnedArena, to_host: bool
+        self,
+        layout: FlatLayout,
+        copies: CopyEngine,
+        arena: PinnedArena,
+        parts: PartSums,
+        to_host: bool,
     ) -> None:
         self._layout = layout
         self._copies = copies
-        self._arena = arena
+        self._parts = parts
         self._to_host = to_host and copies.device.separate_memory
         dtype, numel = layout.dtype, layout.numel
         self._host = arena.empty((numel,), dtype, tag="gradients") if self._to_host else None
@@ -78,9 +87,10 @@ class Gradients:
             else None
         )
         self._views = [] if self._stage is None else layout.split(self._stage)
+        self.several = False
         self._single: torch.Tensor | None = None
         self._arrived: Event | None = None
-        self._extra: list[tuple[Event, torch.Tensor]] = []
+        self._summed: Future[None] | None = None
 
     def host_bytes(self) -> int:
         """Host memory held."""
@@ -91,7 +101,10 @@ class Gradients:
 
     @torch.no_grad()
     def absorb(
-        self, pending: dict[int, torch.Tensor], counts: Sequence[int], new: bool = True
+        self,
+        pending: dict[int, torch.Tensor],
+        counts: Sequence[int],
+        new: bool = True,
     ) -> None:
         """Take gradients of one backward; `counts` are the passes so far, these included.
 
@@ -105,11 +118,11 @@ class Gradients:
         if self._layout.many:
             items = pending.items()
             first = [(self._views[p], g) for p, g in items if counts[p] == 1]
-            more = [(self._views[p], g) for p, g in items if counts[p] > 1]
+            later = [(self._views[p], g) for p, g in items if counts[p] > 1]
             if first:
                 torch._foreach_copy_([v for v, _ in first], [g for _, g in first])
-            if more:
-                torch._foreach_add_([v for v, _ in more], [g for _, g in more])
+            if later:
+                torch._foreach_add_([v for v, _ in later], [g for _, g in later])
             return
         flat = pending[0].contiguous().view(-1)
         if not self._to_host:
@@ -118,14 +131,14 @@ class Gradients:
         assert self._host is not None
         behind = self._copies.record_compute()
         if counts[0] == 1 and new:
-            self._single = flat
+            if self._summed is not None:
+                self._summed.exception()  # of a step that was dropped: it still writes there
+                self._summed = None
+            self._single = None if self.several else flat
             self._arrived = self._copies.d2h(self._host, flat, after=behind)
         else:
             self._single = None
-            part = self._arena.empty(
-                (self._layout.numel,), self._layout.dtype, tag="gradients", grow=False
-            )
-            self._extra.append((self._copies.d2h(part, flat, after=behind), part))
+            self._summed = self._parts.add(self._host, flat, behind)
 
     @torch.no_grad()
     def seal(self, counts: Sequence[int], norm: torch.Tensor | None) -> tuple[Sealed, bool]:
@@ -145,7 +158,7 @@ class Gradients:
         if self._layout.many and not all(counts):
             missing = [view for view, count in zip(self._views, counts, strict=True) if not count]
             torch._foreach_zero_(missing)
-        at_once = not self._to_host or max(counts) <= 1
+        at_once = not (self._to_host and self.several)
         measured = False
         if norm is not None and whole is not None and at_once and copies.device.separate_memory:
             each = self._views if self._layout.many else [whole]
@@ -159,7 +172,7 @@ class Gradients:
             assert self._host is not None
             if self._stage is not None:
                 self._arrived = copies.d2h(self._host, self._stage, after=behind)
-            sealed = Sealed(self._host, arrived=self._arrived, extra=self._extra)
+            sealed = Sealed(self._host, arrived=self._arrived, summed=self._summed)
         self.reset()
         return sealed, measured
 
@@ -167,4 +180,3 @@ class Gradients:
         """Forget the step's gradients."""
         self._single = None
         self._arrived = None
-        self._extra = []

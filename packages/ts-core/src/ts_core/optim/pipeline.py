@@ -40,6 +40,10 @@ class UpdatePipeline:
         self._queued: deque[tuple[Future[Event | None], int]] = deque()
         self._parts: NormParts | None = None
 
+    def on_host(self, work: Callable[[], None]) -> Future[None]:
+        """Queue work on the host thread, in order with measurements and updates there."""
+        return self._host.submit(work)
+
     def close(
         self,
         bucket: Bucket,

@@ -13,6 +13,7 @@ from ts_core.optim.buckets import Bucket
 from ts_core.optim.device_places import DevicePlace, DeviceWork
 from ts_core.optim.homed import HomedLayout
 from ts_core.optim.layout import PAD, FlatLayout, is_sharded, local, partition
+from ts_core.optim.parts import PartSums, Submit
 from ts_core.optim.places import NAMES, HostPlace, Place
 from ts_core.store.homes import TrainedHome
 from ts_core.transfer import CopyEngine
@@ -34,6 +35,7 @@ class Storage:
 
     Attributes:
         homes: the trained weights that live in images of paged blocks.
+        submit: queues work on the host thread of the updates.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class Storage:
         self._next_base = 0
         self.homes: Mapping[torch.nn.Parameter, TrainedHome] = {}
         self._said_not_pinned = False
+        self.submit: Submit | None = None
+        self._parts: PartSums | None = None
 
     def use(self, device: Device | None, copies: CopyEngine | None, arena: PinnedArena) -> None:
         """Work for this device, over this link, with this host memory."""
         self.device, self.copies, self.arena = device, copies, arena
+        self._parts = None
 
     def check_same_device(self, device: Device) -> None:
         """Refuse another device than the one that state was made for."""
@@ -84,7 +89,14 @@ class Storage:
             layout.bases = [self._bases[param] for param in layout.params]
             place = self._first_place(layout)
             assert self.copies is not None
-            yield Bucket(layout, group_index, self.copies, self.arena, place)
+            yield Bucket(layout, group_index, self.copies, self.arena, self._part_sums(), place)
+
+    def _part_sums(self) -> PartSums:
+        if self._parts is None:
+            assert self.copies is not None and self.submit is not None
+            limit = self.copies.max_inflight_bytes
+            self._parts = PartSums(self.copies, self.arena, self.submit, limit)
+        return self._parts
 
     def _number(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Give new parameters their random bits, in order and apart from each other."""

@@ -55,6 +55,7 @@ class Updates:
         self.buckets: list[Bucket] = []
         self.where: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.pipeline = UpdatePipeline()
+        storage.submit = self.pipeline.on_host
         self.steps = 0
         self.norm: Future[Verdict] | None = None
         self.split: HybridSplit | None = None
