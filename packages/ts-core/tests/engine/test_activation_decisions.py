@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ts_core import ActivationOffloader, wrap
+from ts_core import ActivationOffloader, memory_report, wrap
 from ts_core.device import HostDevice
 from ts_core.engine import activations as module
 from ts_core.errors import OptionError, StateError
@@ -69,13 +69,16 @@ def start(
     options = {"min_bytes": 0, "headroom": 0.0, "max_slowdown": 0.0, **options}
     offloader = ActivationOffloader(model, list(model.layers), device=device, **options)
 
-    def held() -> int:
-        limits = ActivationLimits(None, 0, inflight=options.get("max_inflight_bytes", 1 << 30))
-        measured = offloader._activations.measured
-        return int(device.shown * extra_device_bytes(measured, offloader.policy, limits))
-
-    device.held = held
+    watch(device, offloader._activations, options.get("max_inflight_bytes", 1 << 30))
     return model, offloader
+
+
+def watch(device: Accelerator, activations: Any, inflight: int) -> None:
+    """Let the device's peak follow the policy."""
+    limits = ActivationLimits(None, 0, inflight=inflight)
+    device.held = lambda: int(
+        device.shown * extra_device_bytes(activations.measured, activations.policy, limits)
+    )
 
 
 def steps(model: TinyModel, count: int, **options: Any) -> Any:
@@ -291,3 +294,37 @@ def test_a_wrapped_model_takes_the_options_of_wrap() -> None:
     model, _ = wrap(tiny_model(DEPTH), device="host")
     with pytest.raises(StateError, match="to wrap\\(\\) instead"):
         ActivationOffloader(model, list(model.layers))
+
+
+def test_wrap_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of wrap() on a device with memory of its own and room for two blocks."""
+    device = Accelerator(limit=1000 + 2 * saved(), base=1000)
+    monkeypatch.setattr("ts_core.engine.wrapping._device_for", lambda *_: device)
+    records = []
+    for options in ({}, {"activation_offload": False, "recompute": False}):
+        model = tiny_model(DEPTH, dropout=0.1)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = wrap(
+            model,
+            torch.optim.AdamW(trained, lr=1e-2),
+            quantize="none",
+            param_offload=False,
+            check_memory=False,
+            min_offload_bytes=0,
+            max_inflight_bytes=1,
+            vram_headroom=0.0,
+            offload=True,
+            **options,
+        )
+        session = model._trainstream_session
+        assert session.adapting == (not options)
+        watch(device, session.activations, 1)
+        records.append(train(model, optimizer, 30))
+        found = memory_report(model)["activations"]
+        if not options:
+            assert len(found["offloaded_blocks"]) + len(found["recompute_blocks"]) >= 3
+            assert found["pages"] > 0 and found["recomputed"] > 0
+            assert not session.activations.adapting
+        else:
+            assert found["policy"] == ["keep"] * DEPTH
+    assert records[0].differences(records[1]) == []

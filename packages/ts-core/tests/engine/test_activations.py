@@ -27,10 +27,15 @@ def run(
     call: Callable[[TinyModel, torch.Tensor], torch.Tensor] | None = None,
     autocast: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
+    device: str = "host",
+    depth: int = 5,
+    width: int = 16,
+    length: int = 7,
+    full: bool = False,
     **options: Any,
 ) -> Run:
     """Train a tiny model; copies may not pile up, so that pages really leave the device."""
-    model = tiny_model(dropout=0.1, dtype=dtype)
+    model = tiny_model(depth, width, dropout=0.1, dtype=dtype, full=full)
     trained = [p for p in model.parameters() if p.requires_grad]
     defaults = {"param_offload": False, "min_offload_bytes": 0, "max_inflight_bytes": 1}
     model, optimizer = wrap(
@@ -39,12 +44,19 @@ def run(
         accumulation_steps=accumulation,
         quantize="none",
         offload=True,
-        device="host",
+        device=device,
         **{**defaults, **options},
     )
     with inject_delays(SEED, max_ms=0.3) if delays else contextlib.nullcontext():
         record = train(
-            model, optimizer, steps, accumulation=accumulation, call=call, autocast=autocast
+            model,
+            optimizer,
+            steps,
+            accumulation=accumulation,
+            call=call,
+            autocast=autocast,
+            device="cpu" if device == "host" else device,
+            length=length,
         )
     return model, record
 
@@ -85,6 +97,18 @@ def test_policies(activation_offload: Any, recompute: Any, wanted: str, param_of
     assert found["recomputed"] == 2 * STEPS * wanted.count("r")
     assert found["host_bytes_in_use"] == 0
     assert min(found["block_bytes"]) > 0
+
+
+@pytest.mark.parametrize("param_offload", [False, True, 0.5])
+@pytest.mark.parametrize("policy", [(True, False), (False, True), (0.5, [1])])
+def test_full_training(policy: Any, param_offload: Any) -> None:
+    """Every weight is trained, with clipping; paged ones stream beside the activations."""
+    offload, recompute = policy
+    shared: dict[str, Any] = {"full": True, "accumulation": 2, "max_grad_norm": 0.5}
+    _, record = run(
+        activation_offload=offload, recompute=recompute, param_offload=param_offload, **shared
+    )
+    assert resident(**shared).differences(record) == []
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -323,6 +347,32 @@ def test_compiled(policy: Any, way: str) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("policy", [(False, False), (True, False), (False, True)])
+def test_equal_blocks_measure_equal(policy: Any) -> None:
+    """Also when wrap() has moved the trained weights' memory, and whatever treats the blocks."""
+    offload, recompute = policy
+    found = []
+    for full in (False, True):
+        model = tiny_model(6, full=full)
+        model, optimizer = wrap(
+            model,
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+            device="host",
+            quantize="none",
+            activation_offload=offload,
+            recompute=recompute,
+            min_offload_bytes=0,
+        )
+        train(model, optimizer, 2)
+        sizes = memory_report(model)["activations"]["block_bytes"]
+        assert len(set(sizes[1:])) == 1
+        found.append(sizes[1])
+    # By hand, 14 tokens of 16 values: the norm's input, mean and 1/std; its result, for the
+    # adapter; the adapter's inner values (3); gelu's input (32); the gate.
+    assert found[0] == 4 * (14 * (16 + 1 + 1 + 16 + 3 + 32) + 16)
+    assert found[1] > found[0]
+
+
 def test_options_that_name_no_block() -> None:
     with pytest.raises(ValueError, match=r"recompute names blocks \[5\], but the model has 5"):
         run(recompute=[1, 5])
@@ -330,3 +380,113 @@ def test_options_that_name_no_block() -> None:
     for name in ("activation_offload", "recompute"):
         with pytest.raises(ValueError, match=f"{name}=True needs a stack of blocks"):
             wrap(flat, device="host", **{name: True})
+
+
+GPU = {"device": "cuda", "depth": 6, "width": 256, "length": 256}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("param_offload", [False, True])
+@pytest.mark.parametrize("policy", [(True, False), (False, True), (0.5, [1]), (True, [0, 2])])
+def test_policies_on_the_gpu(policy: Any, param_offload: bool, dtype: torch.dtype) -> None:
+    offload, recompute = policy
+    for autocast in (None, torch.bfloat16):
+        model, record = run(
+            activation_offload=offload,
+            recompute=recompute,
+            param_offload=param_offload,
+            accumulation=2,
+            dtype=dtype,
+            autocast=autocast,
+            prefetch_depth=2,
+            **GPU,
+        )
+        expected = resident(accumulation=2, dtype=dtype, autocast=autocast, **GPU)
+        assert expected.differences(record) == []
+        found = memory_report(model)["activations"]
+        assert (found["fetches"] > 0) == bool(offload)
+        assert found["host_bytes_in_use"] == 0
+
+
+@pytest.mark.gpu
+def test_missing_waits_are_caught_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = resident(**GPU)
+    monkeypatch.setattr(edges, "wait", lambda device, stream, event: None)
+    with inject_delays(SEED, max_ms=5.0):
+        _, broken = run(
+            activation_offload=True,
+            recompute=False,
+            delays=False,
+            **{**GPU, "max_inflight_bytes": 32 << 20},
+        )
+    assert expected.differences(broken) != []
+
+
+def peak_of(**options: Any) -> int:
+    """Most bytes allocated on the GPU in a step, once the policy has settled."""
+    model, _ = run(steps=6, delays=False, **{**GPU, "length": 1024, **options})
+    model._trainstream_session.device.reset_peak()
+    tokens = torch.randint(0, 37, (2, 1024), device="cuda")
+    model(tokens).backward()
+    torch.cuda.synchronize()
+    return int(memory_report(model)["gpu"]["peak_allocated"])
+
+
+@pytest.mark.gpu
+def test_pages_and_recomputation_save_memory_on_the_gpu() -> None:
+    fixed = {"param_offload": False, "max_inflight_bytes": 1 << 20}
+    kept = peak_of(activation_offload=False, recompute=False, **fixed)
+    paged = peak_of(activation_offload=True, recompute=False, **fixed)
+    recomputed = peak_of(activation_offload=False, recompute=True, **fixed)
+    assert paged < 0.7 * kept
+    assert recomputed < 0.7 * kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["auto", False])
+def test_auto_trains_in_little_memory_on_the_gpu(recompute: Any) -> None:
+    """A limit between what recomputing and what keeping everything needs."""
+    shape = {**GPU, "depth": 12, "length": 2048, "steps": 20, "delays": False}
+    kept = peak_of(activation_offload=False, recompute=False, depth=12, length=2048)
+    least = peak_of(activation_offload=False, recompute=True, depth=12, length=2048)
+    limit = int((least + 0.4 * (kept - least)) / 0.9) + (64 << 20)
+    model, record = run(
+        recompute=recompute,
+        vram_limit=limit,
+        check_memory=False,
+        max_inflight_bytes=16 << 20,
+        min_offload_bytes=1 << 16,
+        **shape,
+    )
+    assert resident(**shape).differences(record) == []
+    found = memory_report(model)["activations"]
+    assert found["offloaded_blocks"] or found["recompute_blocks"]
+    assert found["policy"].count("keep") > 1
+    assert memory_report(model)["gpu"]["peak_allocated"] <= limit
+    assert not model._trainstream_session.activations.adapting
+    unwrap(model)
+
+
+@pytest.mark.gpu
+def test_auto_keeps_what_fits_on_the_gpu_and_leaves_no_hooks() -> None:
+    model, record = run(steps=8, delays=False, **GPU)
+    assert resident(steps=8, **GPU).differences(record) == []
+    assert in_short(model) == "k" * 6
+    assert not any("forward" in layer.__dict__ for layer in model.layers)
+
+
+@pytest.mark.gpu
+def test_pages_make_no_host_wait_on_the_gpu(no_host_waits: Callable[[], None]) -> None:
+    model, _ = run(
+        steps=4,
+        delays=False,
+        activation_offload=True,
+        recompute=[1],
+        **{**GPU, "max_inflight_bytes": 1 << 30},
+    )
+    tokens = torch.randint(0, 37, (2, 256), device="cuda")
+    torch.cuda.synchronize()
+    no_host_waits()
+    for _ in range(2):
+        model(tokens).backward()

@@ -33,10 +33,9 @@ class ActivationMeter:
     Args:
         count: blocks of the stack.
         store: tells what can be paged.
-        weights: tensors that are no activations.
     """
 
-    def __init__(self, count: int, store: PageStore, weights: Iterable[torch.Tensor]) -> None:
+    def __init__(self, count: int, store: PageStore) -> None:
         self.finished: set[int] = set()
         self.broken = False
         self.sizes: list[list[int]] = [[] for _ in range(count)]
@@ -47,6 +46,10 @@ class ActivationMeter:
         self._seen: dict[int, StorageWeakRef] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
         self._ranges: set[tuple[int, int, int]] = set()
+        self._weights: set[int] = set()
+
+    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+        """A forward begins; `weights` are no activations (their memory may have moved since)."""
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
 
     def observer(self, index: int) -> Callable[[torch.Tensor], None]:

@@ -277,7 +277,10 @@ class Activations:
             self._adopt(self._tuner.current)
         if training:
             self._look_at_input(args, kwargs)
-        self.store.new_pass(self._weights() if OFFLOAD in self._modes else ())
+        weights = self._weights() if self._meter is not None or OFFLOAD in self._modes else ()
+        self.store.new_pass(weights)
+        if self._meter is not None:
+            self._meter.begin(weights)
 
     def begin(self, index: int, args: Any, kwargs: Any) -> Span:
         """A block is called in forward with gradients enabled."""
@@ -336,8 +339,7 @@ class Activations:
         self._buffers.limit_bytes = self._ram_room()
         if OFFLOAD in modes:
             self._floor.start()
-            self.store.new_pass(self._weights())
-        self._meter = ActivationMeter(count, self.store, self._weights())
+        self._meter = ActivationMeter(count, self.store)
         if options.searches and self._device.separate_memory:
             self._device.reset_peak()
 
@@ -371,7 +373,7 @@ class Activations:
             return
         self._passes += 1
         if meter.broken or (len(meter.finished) < len(self._blocks) and self._passes < 2):
-            self._meter = ActivationMeter(len(self._blocks), self.store, self._weights())
+            self._meter = ActivationMeter(len(self._blocks), self.store)
             return
         self.measured = meter.result()
         self._passes = 0
@@ -568,7 +570,7 @@ class Activations:
             self._arena.trim()
         self._floor.rearm()
 
-    def _weights(self) -> list[torch.Tensor]:
+    def _weights(self) -> Sequence[torch.Tensor]:
         """Plain tensors of the blocks that are no activations."""
         return [
             tensor
