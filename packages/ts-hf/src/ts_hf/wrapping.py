@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeVar
 
 import torch
@@ -34,4 +35,27 @@ def wrap_hf(
         blocks = find_decoder_layers(model)
         if blocks:
             options["blocks"] = blocks
-    return wrap(model, optimizer, **options)
+    wrapped = wrap(model, optimizer, **options)
+    _make_no_cache_in_training(model)
+    return wrapped
+
+
+def _make_no_cache_in_training(model: nn.Module) -> None:
+    """Training forwards of a wrapped model make no key/value cache unless asked to.
+
+    A cache would keep every layer's keys and values on the device, and layers that fill one cannot
+    be computed again in backward.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+    takes_it = "use_cache" in inspect.signature(base.forward).parameters
+    if takes_it and _no_cache not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_no_cache, with_kwargs=True)
+
+
+def _no_cache(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    wrapped = hasattr(model, "_trainstream_session")
+    if not (wrapped and model.training and torch.is_grad_enabled()):
+        return None
+    if kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None:
+        return None
+    return args, {**kwargs, "use_cache": False}
