@@ -46,7 +46,8 @@ def _make_no_cache_in_training(model: nn.Module) -> None:
     A cache would keep every layer's keys and values on the device, and layers that fill one cannot
     be computed again in backward.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
+    unpack: Any = getattr(model, "get_base_model", None)  # PEFT
+    base = model if unpack is None else unpack()
     takes_it = "use_cache" in inspect.signature(base.forward).parameters
     if takes_it and _no_cache not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_no_cache, with_kwargs=True)
