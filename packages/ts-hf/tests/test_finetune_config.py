@@ -77,6 +77,13 @@ def test_flags_win_over_yaml_and_yaml_over_the_demo() -> None:
     assert (config.steps, config.seed, config.seq_length) == (3, 5, DEMO["seq_length"])
 
 
+def test_steps_on_the_command_line_replace_epochs_of_a_file() -> None:
+    file = ("yaml", {"epochs": 2.0, "steps": 50})
+    assert make_config(file).epochs == 2.0
+    assert make_config(file, ("flags", {"steps": 7})).epochs is None
+    assert make_config(("yaml", {"steps": 7}), ("flags", {"epochs": 1})).epochs == 1.0
+
+
 def test_flags_not_given_are_absent() -> None:
     assert "steps" not in vars(_parse("--demo")) and vars(_parse("--steps", "3"))["steps"] == 3
 

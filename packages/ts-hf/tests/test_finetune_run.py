@@ -20,7 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from ts_core.errors import DataError, OptionError, OutOfBudgetError, StateError
+from ts_core.errors import (
+    DataError,
+    NotAvailableError,
+    OptionError,
+    OutOfBudgetError,
+    StateError,
+)
 from ts_hf.cli import run as run_module
 from ts_hf.cli.machine import pick_device, pick_dtype
 from ts_hf.cli.run import INTERRUPTED, run_finetune
@@ -378,6 +384,24 @@ def test_no_limit_streams_nothing(settings: Callable[..., FinetuneConfig]) -> No
     config = settings(block_limit=None, steps=2)
     assert _run(config)[0] == 0
     assert _results(config)["memory"]["paged_blocks"] == []
+
+
+def test_progress_in_a_terminal(settings: Callable[..., FinetuneConfig]) -> None:
+    config = settings(steps=2, samples=0)
+    text = io.StringIO()
+    console = Console(file=text, width=120, force_terminal=True, color_system=None)
+    assert run_finetune(config, console) == 0
+    shown = text.getvalue()
+    assert "2/2" in shown and "tokens/s" in shown and "gradient" in shown
+    assert shown.index("held-out loss before") < shown.index("2/2") < shown.index("Memory by tier")
+
+
+def test_several_processes_are_refused(
+    settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotAvailableError, match=r"in one process.*WORLD_SIZE=2"):
+        _run(settings())
 
 
 def test_second_run_in_the_same_folder_is_refused(

@@ -141,6 +141,8 @@ def read_yaml(path: Path) -> YamlSettings:
 def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
     """Settings from layers (where they come from, values); later layers win.
 
+    Of steps and epochs, epochs decide within a layer.
+
     Raises:
         OptionError: unknown settings (with the nearest valid name), values not accepted; all of
             them, each with where it comes from.
@@ -150,6 +152,8 @@ def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
     wrong: list[str] = []
     for origin, layer in layers:
         lines = layer.lines if isinstance(layer, YamlSettings) else {}
+        if "steps" in layer and "epochs" not in layer:
+            values.pop("epochs", None)  # of an earlier layer, which the steps replace
         for name, value in layer.items():
             place = f"{origin}, line {lines[name]}" if name in lines else origin
             if name not in known:

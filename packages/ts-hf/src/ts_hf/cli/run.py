@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import OptionError, StateError
+from ts_core.errors import NotAvailableError, OptionError, StateError
 from ts_hf.cli.dataset import (
     check_lengths,
     check_tokens,
@@ -54,8 +54,14 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
     Raises:
         OptionError: the folder holds a run with other settings; names the keys.
         StateError: another process is at work in the folder.
+        NotAvailableError: it was started in several processes.
         DataError, OutOfBudgetError, NonFiniteError: as the parts say.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotAvailableError(
+            "trainstream finetune runs in one process, and was started in several (WORLD_SIZE="
+            f"{os.environ['WORLD_SIZE']}). Start it without torchrun, or use TrainStreamTrainer."
+        )
     output = Path(config.output)
     try:
         output.mkdir(parents=True, exist_ok=True)

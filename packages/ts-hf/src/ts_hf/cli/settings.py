@@ -155,7 +155,7 @@ class FinetuneConfig:
     steps: int = _setting(100, "optimizer steps", _int(1), "an int >= 1")
     epochs: float | None = _setting(
         None,
-        "passes over the data, instead of a number of steps",
+        "passes over the data; decides in place of steps",
         lambda v: v is None or (_number(0)(v) and v > 0),
         "a number above 0",
     )
