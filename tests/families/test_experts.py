@@ -363,6 +363,89 @@ def test_the_plan_counts_slots_in_the_codec_that_was_named(adapted: Callable[...
     assert without_experts(profile, ()) is profile
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "expert_layer_period": 1,
+    "expert_layer_offset": 0,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 0,
+    "mamba_d_state": 8,
+    "use_mamba_kernels": False,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "glm4_moe", "jamba", "minimax_m2", "nemotron_h", "olmoe", "qwen3_next"],
+)
+def test_families_that_were_not_thought_of(family: str) -> None:
+    """Experts are found by their form, shared and ungated ones and other mixers beside them."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family]
+    default = config()
+    config = config(**{name: value for name, value in SMALL.items() if hasattr(default, name)})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    batch = {**token_batch(1), "use_cache": False}
+    model(**batch).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model, _ = ts_hf.wrap_hf(
+        model, device="cpu", quantize="none", moe_paging=True, accumulation_steps=2
+    )
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad, n=name: found.__setitem__(n, grad.clone()))
+    model(**batch).loss.backward()
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert memory_report(model)["experts"]["loads"] > 0
+
+
+def test_two_forwards_before_one_backward(adapted: Callable[..., Any]) -> None:
+    found = []
+    for paging in (False, True):
+        model = adapted("gpt_oss", lora=ATTENTION)
+        model, _ = ts_hf.wrap_hf(model, device="cpu", quantize="nf4", moe_paging=paging)
+        seen = watch_gradients(model)
+        with inject_delays(8, max_ms=0.5):
+            losses = [model(**token_batch(seed)).loss for seed in (1, 2)]
+            (losses[0] + 2 * losses[1]).backward()
+        found.append([*losses, *seen])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", MOE)
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
