@@ -42,7 +42,7 @@ TRITON = "triton; platform_system == 'Linux'"
 TEST_NEEDS = {
     "ts-quant": ["numpy", TRITON, "peft", "bitsandbytes"],
     "ts-kernels": ["numpy", TRITON],
-    "ts-core": ["numpy", "hatchling", "pybind11", "ninja"],
+    "ts-core": ["numpy", "hatchling", "pybind11", "ninja", "torchao; platform_system == 'Linux'"],
     "ts-hf": ["numpy", TRITON, "gguf", "datasets", "trl"],
     "ts-bench": ["bitsandbytes"],
 }

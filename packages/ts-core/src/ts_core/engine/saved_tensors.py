@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ts_core.store.pager import ParamPager, SavedView
+from ts_core.store.pager import ParamPager
+from ts_core.store.saved_views import SavedView
 
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 

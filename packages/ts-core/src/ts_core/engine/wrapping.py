@@ -55,9 +55,11 @@ def wrap(
     """Make a model and its optimizer stream.
 
     Call it last: build the model, freeze or add adapters, quantize, create the optimizer, wrap,
-    train. The model is changed in place: what stays on the device is moved there, frozen weights
-    of the paged blocks move to one host buffer per block and stream to the device when the block
-    runs, gradients stream to host memory during backward, where the optimizer works.
+    train. The model is changed in place: what stays on the device is moved there, matrices of the
+    paged blocks move to one host buffer per block and stream to the device when the block runs,
+    gradients stream to host memory during backward, where the optimizer works.
+
+    The matrices of a paged block are CPU tensors outside its computation, on a GPU too.
 
     Args:
         model: the model, on the CPU or already on the device.
