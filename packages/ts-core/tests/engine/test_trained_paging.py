@@ -96,6 +96,9 @@ CASES: list[tuple[Any, int, dict[str, Any]]] = [
     (True, 3, {"optimizer_mode": "gpu", "max_grad_norm": 0.5, "accumulation": 2}),
     (0.5, 2, {"optimizer_mode": "gpu", "dtype": torch.bfloat16, "eager": False}),
     (True, 2, {"max_inflight_bytes": 1500, "max_grad_norm": 0.5}),
+    (True, 2, {"recompute": True, "max_grad_norm": 0.5}),
+    (True, 2, {"activation_offload": True, "min_offload_bytes": 0, "accumulation": 2}),
+    (0.5, 3, {"recompute": (0, 1), "activation_offload": 0.5, "min_offload_bytes": 0}),
 ]
 
 
