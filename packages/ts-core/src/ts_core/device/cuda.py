@@ -114,8 +114,10 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def memory(self) -> dict[str, int]:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)  # once: it is read often
+        allocated = stats["allocated_bytes"]["all"]
         return {
-            "allocated": torch.cuda.memory_allocated(self.torch_device),
-            "reserved": torch.cuda.memory_reserved(self.torch_device),
-            "peak_allocated": torch.cuda.max_memory_allocated(self.torch_device),
+            "allocated": int(allocated["current"]),
+            "reserved": int(stats["reserved_bytes"]["all"]["current"]),
+            "peak_allocated": int(allocated["peak"]),
         }

@@ -241,7 +241,13 @@ def with_rates(
         return machine
     rates = TYPICAL_GPU
     if config.profile:
-        rates = profile_hardware(device, threads=config.threads)
+        device.set_limit(None)  # measuring takes a little memory for a moment
+        try:
+            rates = profile_hardware(device, threads=config.threads)
+        except (OutOfBudgetError, torch.OutOfMemoryError) as error:
+            log(f"hardware: not measured, for lack of memory: {str(error).splitlines()[0]}")
+        finally:
+            device.set_limit(config.vram_limit_bytes)
     log(
         f"hardware: link {rates.h2d / 1e9:.1f} GB/s to the device, {rates.d2h / 1e9:.1f} back, "
         f"host AdamW {rates.host_adamw / 1e9:.2f} G values/s, bf16 products "

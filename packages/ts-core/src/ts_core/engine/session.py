@@ -181,11 +181,9 @@ class TrainStreamSession:
         optimizer.after_step = None
         params = [param for group in optimizer.param_groups for param in group["params"]]
         budget = self.device.usable_bytes()
-        if self.plan.paged or not can_be_resident(params) or budget is None:
-            self.log(
-                "offload='auto': optimizer state stays on the host, since blocks stream or "
-                "parameters are in low precision"
-            )
+        why = _why_not_resident(self.plan, params)
+        if why or budget is None:
+            self.log(f"offload='auto': optimizer state stays on the host, since {why}")
             return
         free = (
             int(budget * (1 - self.config.vram_headroom)) - self.device.memory()["peak_allocated"]
@@ -239,3 +237,15 @@ class TrainStreamSession:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:
             self.device.set_limit(None)
+
+
+def _why_not_resident(plan: Plan, params: Sequence[nn.Parameter]) -> str:
+    if plan.paged:
+        return f"{len(plan.paged)} blocks stream"
+    if not can_be_resident(params):
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in params} - {"float32"})
+        return (
+            f"parameters are {', '.join(kinds)}: torch's fused AdamW keeps no fp32 copy of them, "
+            f"which the host's does"
+        )
+    return ""

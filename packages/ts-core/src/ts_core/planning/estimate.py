@@ -271,6 +271,9 @@ def _others(source: str, training: Training) -> list[Alternative]:
     if training.rank is None:
         lighter = replace(training, rank=16, dtype=torch.bfloat16)
         smaller.append(("train adapters (--lora 16)", lighter))
+        if training.batch > 1:
+            words = "train adapters with a batch of 1 (--lora 16 --batch 1)"
+            smaller.append((words, replace(lighter, batch=1)))
     return [Alternative(words, describe(source, other).profile) for words, other in smaller]
 
 
