@@ -10,7 +10,7 @@ import pytest
 from trainstream import cli
 from ts_core import registry
 
-OWN_COMMANDS = ["bench", "doctor", "finetune", "report"]
+OWN_COMMANDS = ["bench", "doctor", "finetune", "plan", "report"]
 
 
 def test_help_lists_own_commands_and_none_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_unknown_command_lists_the_installed_ones(capsys: pytest.CaptureFixture[
     assert cli.main(["dance"]) == 2
     message = capsys.readouterr().err
     assert "'dance'" in message
-    assert "bench, doctor, finetune, report" in message
+    assert ", ".join(OWN_COMMANDS) in message
     assert cli.main(["finetun"]) == 2
     assert "Did you mean 'finetune'?" in capsys.readouterr().err
 
