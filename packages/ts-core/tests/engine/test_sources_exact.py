@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from ts_core import memory_report, unwrap, wrap
+from ts_core import memory_report, pinned_stats, unwrap, wrap
 from ts_core.engine import hosting
 from ts_core.errors import DataError, OutOfBudgetError
+from ts_core.memory.arena import PinnedArena
 from ts_core.memory.budget import PageLockBudget
 from ts_core.store import disk, placing
 from ts_core.store.placing import ImageStore
@@ -304,3 +305,64 @@ def test_streamed_equals_resident_on_the_gpu(
     assert len(params["disk_blocks"]) + len(params["staged_blocks"]) >= DEPTH - in_memory
     unwrap(model)
     assert all(p.is_cuda for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_only_what_the_budget_holds_is_page_locked_on_the_gpu(
+    keep_in: Callable[[str, int], Any],
+) -> None:
+    keep_in("ring", 0)
+    model, _ = run(True, device="cuda", steps=1)
+    store, pager = model._trainstream_session.store, model._trainstream_session.pager
+    assert store.blocks_in("staged") == list(range(DEPTH))
+    assert not any(image.buffer_h.is_pinned() for image in pager.images.values())
+    assert all(slot.buffer_h.is_pinned() for slot in store._stager._state.slots)
+    unwrap(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["ring", "disk through ring"])
+def test_staged_loads_make_torch_wait_nowhere(
+    keep_in: Callable[[str, int], Any], source: str, no_host_waits: Callable[[], None]
+) -> None:
+    model, _ = run(True, keep_in(source, 0), device="cuda", steps=2)
+    optimizer = model._trainstream_session.optimizer
+    tokens = torch.zeros(2, 7, dtype=torch.long, device="cuda")
+    torch.cuda.synchronize()
+    no_host_waits()
+    for _ in range(2):
+        model(tokens)  # nothing here may block on the device but the stager's own waits
+    torch.cuda.set_sync_debug_mode("default")
+    optimizer.zero_grad()
+    unwrap(model)
+
+
+@pytest.mark.gpu
+def test_where_nothing_can_be_page_locked_training_is_exact_on_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, expected = run(False, device="cuda")
+    monkeypatch.setattr(PinnedArena, "try_pinned", lambda self, nbytes, *, tag: None)
+    model, record = run(True, device="cuda", delays=5)
+    assert expected.differences(record) == []
+    assert any("several times slower" in line for line in model._trainstream_session.events)
+    unwrap(model)
+
+
+@pytest.mark.gpu
+def test_host_arena_is_reserved_on_the_gpu() -> None:
+    before = pinned_stats()["arena_bytes"]
+    model, _ = wrap(
+        tiny_model(DEPTH, 32),
+        device="cuda",
+        param_offload=True,
+        quantize="none",
+        host_arena="48MiB",
+    )
+    after = pinned_stats()
+    assert after["arena_largest_free"] >= 40 << 20
+    assert after["arena_bytes"] >= before and after["arena_refusal"] == ""
+    calls = after["host_alloc_calls"]
+    train(model, model._trainstream_session.optimizer, 3, device="cuda")
+    assert pinned_stats()["host_alloc_calls"] == calls
+    unwrap(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,23 @@ def test_a_refusal_of_the_driver_is_an_event_and_training_is_exact(
         assert params["staged_blocks"] == [] and "several times slower" in events
     else:
         assert len(params["staged_blocks"]) >= 3 and params["bounce_bytes"] > 0
+    unwrap(model)
+
+
+def test_files_are_read_where_nothing_can_be_page_locked(
+    cuda: Any,
+    arena: PinnedArena,
+    limit: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    expected = resident()
+    monkeypatch.setenv("FAKE_CUDA_PIN_LIMIT", "0")
+    limit(0)
+    model, record = run(disk_offload=tmp_path)
+    assert expected.differences(record) == []
+    assert len(memory_report(model)["params"]["disk_blocks"]) == 6
+    assert any("several times slower" in event for event in model._trainstream_session.events)
     unwrap(model)
 
 

@@ -170,9 +170,10 @@ def test_parts_are_smaller_where_so_much_at_once_is_refused(copies: CopyEngine) 
     arena = Strict()
     arena.most, arena.count = 8 << 20, 3
     stager = Stager(copies, arena, direct=False)
-    assert (stager.part_bytes, stager.ring_bytes, stager.usable) == (8 << 20, 24 << 20, True)
+    assert (stager.part_bytes, stager.ring_bytes, stager.page_locked) == (8 << 20, 24 << 20, True)
     arena.count = 0
-    assert not Stager(copies, arena, direct=False).usable
+    stager = Stager(copies, arena, direct=False)
+    assert (stager.part_bytes, stager.ring_bytes, stager.page_locked) == (8 << 20, 32 << 20, False)
 
 
 def test_an_idle_stager_uses_no_processor_time_and_ends_with_its_owner(

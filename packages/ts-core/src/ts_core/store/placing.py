@@ -211,7 +211,7 @@ class ImageStore:
         stager = Stager(
             self._copies, self._arena, part_bytes=part_bytes, direct=not self._through_ring
         )
-        if not stager.usable:
+        if not stager.page_locked:
             self._log(
                 f"weights: no memory can be page-locked ({self._arena.refusal}); copies to the "
                 f"device are several times slower"
@@ -225,7 +225,7 @@ class ImageStore:
                 return MemorySource(buffer_h)
             self._refused += 1
         buffer_h = _pageable(size_bytes)
-        if trained or self._stager is None or not self._stager.usable:
+        if trained or self._stager is None or not self._stager.page_locked:
             return MemorySource(buffer_h)
         return StagedSource(buffer_h, self._stager)
 

@@ -95,12 +95,13 @@ class Stager:
         copies: carries the parts on its host-to-device stream.
         arena: where the slots come from.
         part_bytes, slot_count: the ring; parts are made smaller where page-locking so much at once
-            is refused.
+            is refused, and lie in plain memory where page-locking is refused altogether.
         direct: put the bytes straight into the device's memory, which is the host's; None: do so
             on the host device.
 
     Attributes:
-        part_bytes: bytes of a slot; 0 when nothing could be page-locked (`usable` is False then).
+        part_bytes: bytes of a slot.
+        page_locked: whether the slots are, where a GPU is in use; copies are slow otherwise.
     """
 
     def __init__(
@@ -113,10 +114,10 @@ class Stager:
         direct: bool | None = None,
     ) -> None:
         self.direct = not copies.device.separate_memory if direct is None else direct
-        self.part_bytes = part_bytes
+        self.part_bytes, self.page_locked = part_bytes, True
         slots: list[_RingSlot] = []
         if not self.direct:
-            self.part_bytes, slots = _make_ring(arena, part_bytes, slot_count)
+            self.part_bytes, self.page_locked, slots = _make_ring(arena, part_bytes, slot_count)
         self._state = _State(copies, slots, self.part_bytes)
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -124,13 +125,8 @@ class Stager:
         self._lock = threading.Lock()
 
     @property
-    def usable(self) -> bool:
-        """Whether it can fill anything: False when no slot could be page-locked."""
-        return self.part_bytes > 0
-
-    @property
     def ring_bytes(self) -> int:
-        """Page-locked bytes of the ring."""
+        """Bytes of the ring."""
         return sum(slot.buffer_h.numel() for slot in self._state.slots)
 
     def load(self, target_d: torch.Tensor, reader: Reader, after: After = None) -> PendingCopy:
@@ -187,7 +183,10 @@ class _State:
         return slot
 
 
-def _make_ring(arena: PinnedArena, part_bytes: int, count: int) -> tuple[int, list[_RingSlot]]:
+def _make_ring(
+    arena: PinnedArena, part_bytes: int, count: int
+) -> tuple[int, bool, list[_RingSlot]]:
+    """Bytes of a slot, whether slots are page-locked, and the slots."""
     for size_bytes in (part_bytes, *(s for s in SMALLER_PARTS if s < part_bytes)):
         buffers = []
         for _ in range(count):
@@ -196,8 +195,10 @@ def _make_ring(arena: PinnedArena, part_bytes: int, count: int) -> tuple[int, li
                 break
             buffers.append(buffer_h)
         if len(buffers) >= 2:
-            return size_bytes, [_RingSlot(buffer_h) for buffer_h in buffers]
-    return 0, []
+            return size_bytes, True, [_RingSlot(buffer_h) for buffer_h in buffers]
+    size_bytes = min(part_bytes, max(SMALLER_PARTS))
+    plain = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(count)]
+    return size_bytes, False, [_RingSlot(buffer_h) for buffer_h in plain]
 
 
 _Fill = Callable[[_State, _Job], Event | None]
