@@ -68,3 +68,21 @@ def test_auto_pages_until_waiting_gradients_fit() -> None:
     resident = 8 - len(plan.paged)
     assert plan.fits and plan.predicted["gradients"] == (10 * resident + 10) * MIB
     assert plan.predicted["total"] <= 110 * MIB
+
+
+def test_images_are_the_copies_that_host_threads_write() -> None:
+    """On a GPU a resident trained weight has a copy in host memory, a paged one its image."""
+    model = stack()
+    leaves = block_leaves(model, list(model[0]))
+    profile = model_profile(model, leaves, host_copies=True)
+    trained = sum(p.numel() * 4 for p in model.parameters())
+    assert profile.optimizer_bytes((), True) == profile.host_state + trained
+    for machine in (MachineProfile(None, 1 << 40), MachineProfile(None, 1 << 40, False)):
+        totals = [
+            make_plan(profile, machine, PlanOptions(param_offload=asked)).host["total"]
+            for asked in (False, True)
+        ]
+        extra = 0 if machine.counts_fixed else sum(profile.pageable)
+        assert totals[1] - totals[0] == extra
+    without = model_profile(model, leaves)
+    assert without.optimizer_bytes((), True) == without.host_state

@@ -49,6 +49,7 @@ def model_profile(
     leaves: Sequence[Sequence[Leaf]],
     moment_bytes: float = FP32_MOMENTS_BYTES,
     gradients_in_flight: int | None = None,
+    host_copies: bool = False,
 ) -> ModelProfile:
     """What the model asks of memory.
 
@@ -59,6 +60,7 @@ def model_profile(
         gradients_in_flight: gradients leave the device as they come, and no more bytes of them
             than this wait beside the largest; None: all are there at once, but for those of paged
             weights.
+        host_copies: host threads update trained weights, and keep a copy of each.
     """
     pageable = tuple(leaves_bytes(block) for block in leaves)
     total = sum(stored_bytes(p) for p in model.parameters())
@@ -88,6 +90,7 @@ def model_profile(
         ),
         gradients_wait=gradients_in_flight is None,
         gradients_leaving=_gradients_at_once(trained, trained_bytes, leaving),
+        host_copies=trained_bytes if host_copies else 0,
     )
 
 

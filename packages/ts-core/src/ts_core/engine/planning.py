@@ -104,14 +104,19 @@ def choose_moments(
     return "float32"  # the planner refuses, and says by how much
 
 
+def optimizer_mode(optimizer: torch.optim.Optimizer | None, config: WrapOptions) -> str:
+    """The mode that the optimizer will have."""
+    mode = config.optimizer_mode
+    return optimizer.mode if mode == "cpu" and isinstance(optimizer, OffloadAdamW) else mode
+
+
 def gradients_in_flight(optimizer: torch.optim.Optimizer | None, config: WrapOptions) -> int | None:
     """Bytes of gradients on their way off the device at once; None when they wait there."""
-    mode = config.optimizer_mode
+    mode = optimizer_mode(optimizer, config)
     waits = (
         config.max_grad_norm is not None or config.eager is False or config.accumulation_steps > 1
     )
     if isinstance(optimizer, OffloadAdamW):
-        mode = optimizer.mode if mode == "cpu" else mode
         waits = waits or not optimizer.eager or optimizer.accumulation_steps > 1
     if mode != "cpu" and waits:
         return None
@@ -131,7 +136,8 @@ def choose_codec(
 ) -> str | None:
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
-    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
+    by_threads = optimizer_mode(optimizer, config) == "cpu"
+    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight, by_threads)
     named = config.quantize if config.quantize not in (*_OFF, "auto") else None
     profile = without_experts(profile, experts, named and bytes_per_weight(named, config))
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))

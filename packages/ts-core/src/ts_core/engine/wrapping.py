@@ -30,6 +30,7 @@ from ts_core.engine.planning import (
     choose_moments,
     gradients_in_flight,
     machine_profile,
+    optimizer_mode,
     plan_options,
     with_rates,
 )
@@ -156,7 +157,8 @@ def _start(
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     in_flight = gradients_in_flight(optimizer, config)
-    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight)
+    by_threads = optimizer_mode(optimizer, config) == "cpu"
+    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight, by_threads)
     profile = without_experts(profile, experts)
     machine, asked = machine_profile(device), plan_options(config)
     plan = make_plan(profile, machine, asked)

@@ -128,6 +128,7 @@ def describe(source: str, training: Training, trust_remote_code: bool = False) -
             block_leaves(model, blocks),
             bytes_per_value(training.moments),
             gradients_in_flight(None, config),
+            config.optimizer_mode == "cpu",
         )
         weights = quantizable_weights(blocks)
         work = _work(model, blocks, training, reader.active_share(model))

@@ -152,9 +152,10 @@ class Case:
             for size, what in zip(model.activations, self.policy, strict=False)
             if what == OFFLOAD
         )
+        optimizer = model.optimizer_bytes(paged, machine.counts_fixed)
         host = {
             "weights": images,
-            "optimizer_and_gradients": model.host_state,
+            "optimizer_and_gradients": optimizer,
             "activations": moved,
         }
         budget = None
@@ -163,7 +164,7 @@ class Case:
             budget = free + min(model.in_host, images)
         if self.options.disk:  # frozen blocks go there that may not be locked, or RAM cannot hold
             locked = images if machine.page_lock_bytes is None else machine.page_lock_bytes
-            room = images if budget is None else budget - model.host_state - moved
+            room = images if budget is None else budget - optimizer - moved
             stay = sum(
                 model.pageable[index]
                 for index in paged

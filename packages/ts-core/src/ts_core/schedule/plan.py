@@ -58,6 +58,8 @@ class ModelProfile:
         gradients_wait: whether gradients wait on the device until the step's updates. Those of
             paged weights never do.
         gradients_leaving: the most bytes of gradients on their way off the device at once.
+        host_copies: bytes of trained weights that have a copy in host memory while they are on a
+            device of its own (host threads write new values there).
     """
 
     pageable: tuple[int, ...]
@@ -74,6 +76,7 @@ class ModelProfile:
     trained_pageable: tuple[int, ...] = ()
     gradients_wait: bool = False
     gradients_leaving: int = 0
+    host_copies: int = 0
 
     def gradients(self, paged: Sequence[int]) -> int:
         """Bytes of gradients that lie on the device at once while these blocks are paged."""
@@ -81,6 +84,13 @@ class ModelProfile:
             return self.trained
         leave = sum(self.trained_pageable[index] for index in paged)
         return self.trained - leave + min(leave, self.gradients_leaving)
+
+    def optimizer_bytes(self, paged: Sequence[int], separate_memory: bool) -> int:
+        """Host memory of the optimizer while these blocks are paged, whose images are the copy."""
+        if not (separate_memory and self.host_copies):
+            return self.host_state
+        leave = sum(self.trained_pageable[index] for index in paged if self.trained_pageable)
+        return self.host_state + self.host_copies - leave
 
 
 @dataclass(frozen=True)
