@@ -106,18 +106,11 @@ def test_losses_norms_and_weights_are_those_without_packing(
         torch.testing.assert_close(packed_weights[name], wanted, rtol=0, atol=5e-6)
 
 
-def test_streamed_equals_resident_bit_for_bit(
-    tiny_model: Callable[..., Any],
-    lora: Callable[..., Any],
-    ragged_rows: Callable[..., Any],
-    training_arguments: Callable[..., Any],
-) -> None:
-    """On a model that needs masks of its own; the layers stream while it is tried, too."""
-    from transformers import AutoModelForCausalLM, FalconConfig
+def _falcon() -> Any:
+    """A model that does not tell packed sequences apart by position ids."""
+    from transformers import FalconConfig
 
-    from ts_core.testing import inject_delays
-
-    config = FalconConfig(
+    return FalconConfig(
         vocab_size=256,
         hidden_size=64,
         num_hidden_layers=3,
@@ -129,9 +122,21 @@ def test_streamed_equals_resident_bit_for_bit(
         pad_token_id=None,
     )
 
+
+def test_streamed_equals_resident_bit_for_bit(
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+    ragged_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """On a model that needs masks of its own; the layers stream while it is tried, too."""
+    from transformers import AutoModelForCausalLM
+
+    from ts_core.testing import inject_delays
+
     def model() -> Any:
         torch.manual_seed(0)
-        return lora(AutoModelForCausalLM.from_config(config))
+        return lora(AutoModelForCausalLM.from_config(_falcon()))
 
     runs = []
     for offload in (True, False):
@@ -180,6 +185,32 @@ def test_metrics_and_predictions_of_packed_rows(
     assert result["eval_tokens"] == wanted == seen[0]
     predicted = trainer.predict(held_out)
     assert predicted.metrics["test_loss"] == pytest.approx(result["eval_loss"])
+
+
+def test_batches_flattened_by_transformers_are_kept_apart_too(
+    ragged_rows: Callable[..., Any], training_arguments: Callable[..., Any]
+) -> None:
+    """In transformers' own Trainer this model's sequences would see each other."""
+    from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+
+    rows = [{k: v.tolist() for k, v in row.items()} for row in ragged_rows(8)]
+    losses = []
+    for cls, collator in (
+        (ts_hf.TrainStreamTrainer, PackedCollator()),
+        (ts_hf.TrainStreamTrainer, DataCollatorWithFlattening()),
+        (Trainer, DataCollatorWithFlattening()),
+    ):
+        torch.manual_seed(0)
+        trainer = cls(
+            model=AutoModelForCausalLM.from_config(_falcon()),
+            args=training_arguments(max_steps=2),
+            data_collator=collator,
+            train_dataset=rows,
+        )
+        trainer.train()
+        losses.append(_history(trainer, "loss"))
+    assert losses[1] == losses[0]
+    assert abs(losses[2][0] - losses[0][0]) > 1e-4
 
 
 def test_collators_that_clash(

@@ -11,7 +11,7 @@ import transformers
 
 from ts_core.errors import OptionError
 from ts_hf.packing import PackedCollator, pack_sequences
-from ts_hf.packing_layout import Layout, PackedInputs, arrange, find_layout
+from ts_hf.packing_layout import Layout, PackedInputs, arrange, find_layout, looks_packed
 
 COMMON = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA = {
@@ -197,6 +197,19 @@ def test_the_model_is_tried_once_and_what_it_needs_is_said(make_model: Callable[
     packed(model, PackedCollator(8)([[1, 2, 3]]))
     assert len(calls) == tried > 0
     assert len(said) == 1 and "OPTForCausalLM is given" in said[0] and "own_masks=True" in said[0]
+
+
+def test_batches_that_look_packed() -> None:
+    packed = PackedCollator()([[1, 2], [3]])
+    assert looks_packed(packed)
+    assert looks_packed(PackedCollator(4)([[1, 2], [3, 4, 5]]))
+    positions = packed["position_ids"]
+    assert not looks_packed({"input_ids": positions})
+    assert not looks_packed({"position_ids": torch.arange(4)[None]})
+    assert not looks_packed({"position_ids": torch.tensor([[2, 3, 2, 3]])})
+    assert not looks_packed({"position_ids": positions, "attention_mask": positions})
+    assert not looks_packed({"position_ids": positions, "cu_seq_lens_q": positions})
+    assert not looks_packed({"position_ids": positions[0]})
 
 
 def test_flash_attention_gets_one_row(make_model: Callable[..., Any]) -> None:

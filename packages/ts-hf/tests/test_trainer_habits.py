@@ -501,3 +501,25 @@ def test_what_is_saved_loads_in_transformers(
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         assert all(torch.equal(wanted[n], p) for n, p in loaded.named_parameters())
     assert not (tmp_path / "run" / "checkpoint-2" / "optimizer.pt").exists()
+
+
+def test_a_model_made_anew_for_each_train(
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """`model_init`: the second train() starts from a new model, wrapped anew, and ends the same."""
+    results = []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        trainer = cls(
+            model_init=lambda: tiny_model("llama"),
+            args=training_arguments(max_steps=3, adam_epsilon=1e-4),
+            train_dataset=token_rows(6, LENGTH),
+        )
+        for _ in range(2):
+            trainer.train()
+            results.append(_history(trainer, "loss"))
+            if cls is not Trainer:
+                assert hasattr(trainer.model, "_trainstream_session")
+    assert results[2] == results[3] == pytest.approx(results[0], rel=2e-6)
+    assert results[1] == results[0]

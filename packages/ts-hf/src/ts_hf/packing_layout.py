@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,21 @@ class Layout:
     first_position: int = 0
     one_row: bool = False
     own_masks: bool = False
+
+
+def looks_packed(inputs: Mapping[Any, Any]) -> bool:
+    """Whether a batch, still in host memory, has rows whose positions restart from 0.
+
+    Args:
+        inputs: as from any collator; DataCollatorWithFlattening makes such batches, too.
+    """
+    positions = inputs.get("position_ids")
+    if not torch.is_tensor(positions) or positions.dim() != 2 or positions.is_cuda:
+        return False
+    if inputs.get("attention_mask") is not None or "cu_seq_lens_q" in inputs:
+        return False  # the sequences are told apart by that
+    starts = (positions == 0).sum(dim=-1)
+    return bool((positions[:, 0] == 0).all() and (starts > 1).any())
 
 
 class PackedInputs:

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ts_core.errors import OptionError, StateError
 from ts_hf.packing import PackedCollator
-from ts_hf.packing_layout import PackedInputs
+from ts_hf.packing_layout import PackedInputs, looks_packed
 from ts_hf.training.checkpointing import CheckpointMixin
 from ts_hf.training.evaluation import EvaluationMixin
 from ts_hf.training.finite import FiniteGuard, check_gradient_norm
@@ -177,10 +177,9 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As transformers.Trainer's; packed batches as the model needs them."""
+        packed = isinstance(self.data_collator, PackedCollator) or looks_packed(inputs)
         inputs = super()._prepare_inputs(inputs)
-        if isinstance(self.data_collator, PackedCollator):
-            inputs = self._packed(self.model, inputs)
-        return inputs
+        return self._packed(self.model, inputs) if packed else inputs
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers.Trainer's."""
