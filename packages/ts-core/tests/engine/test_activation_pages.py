@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -476,3 +477,101 @@ def test_in_several_threads(paging: Callable[..., Paging]) -> None:
             thread.join(60)
     for k in range(3):
         assert same(expected[k], found[k])
+
+
+def test_no_room_to_fetch_ahead(
+    paging: Callable[..., Paging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is full when a block would be fetched ahead has room again when it is due."""
+    model, x = Stack(product, depth=5), inputs()
+    expected = gradients(model, x)
+    one = paging(model, prefetch_depth=2)
+    memory = one.store._memory
+    calls = 0
+
+    def sometimes(size: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            raise torch.OutOfMemoryError("made up")
+        return memory(size)
+
+    ahead = one.store._fetch_ahead
+
+    def fetch_ahead(call: Any) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(one.store, "_memory", sometimes)
+            return ahead(call)
+
+    monkeypatch.setattr(one.store, "_fetch_ahead", fetch_ahead)
+    for seed in range(3):
+        with inject_delays(seed, max_ms=0.3):
+            assert same(expected, gradients(model, x))
+    assert one.stats.no_room_ahead > 0 and one.stats.late_fetches > 0
+
+
+def test_what_has_left_is_let_go_in_backward(paging: Callable[..., Paging]) -> None:
+    """Nothing else need be copied for finished copies to free their tensors."""
+    storages: list[StorageWeakRef] = []
+
+    def body(block: Body, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x @ block.weight)
+        storages.append(StorageWeakRef(y.untyped_storage()))
+        return y.exp()
+
+    model = Stack(body, depth=6)
+    one = paging(model, max_inflight_bytes=1 << 30)
+    out = model(inputs())
+    for lane in one.activations._copies._lanes.values():
+        lane.stream.synchronize()  # finished, but nobody has looked
+    left: list[int] = []
+    out.register_hook(
+        lambda grad: (
+            model.layers[0].weight.register_hook(
+                lambda grad: left.append(sum(not storage.expired() for storage in storages))
+            )
+            and None
+        )
+    )
+    out.sum().backward()
+    assert left == [0]
+
+
+def test_many_steps_of_everything(paging: Callable[..., Paging]) -> None:
+    """Evaluations, forgotten forwards, exceptions, other shapes: nothing grows, all is exact."""
+    reference, model = Stack(dropping, depth=4), Stack(dropping, depth=4)
+    model.load_state_dict(reference.state_dict())
+    one = paging(model, recompute=[1])
+    rng = random.Random(0)
+    seen = []
+    gc.collect()
+    threads = threading.active_count()
+    with inject_delays(0, max_ms=0.2):
+        for _ in range(120):
+            x = inputs(rng.choice((4, 4, 4, 9)), WIDTH)
+            kind = rng.choice(("eval", "forgotten", "forward", "backward", "fine", "fine"))
+            if kind == "eval":
+                with torch.no_grad():
+                    model(x)
+            if kind == "forgotten":
+                model(x)
+            if kind in ("forward", "backward"):
+                place = model.layers[rng.randrange(4)]
+
+                def explode(*_: Any) -> None:
+                    raise ZeroDivisionError
+
+                hook = (
+                    place.register_forward_hook(explode)
+                    if kind == "forward"
+                    else place.register_forward_hook(
+                        lambda m, a, out, explode=explode: out.register_hook(explode) and None
+                    )
+                )
+                with pytest.raises(ZeroDivisionError):
+                    model(x).sum().backward()
+                hook.remove()
+            assert same(gradients(reference, x), gradients(model, x))
+            seen.append(one.activations.stats["host_bytes"])
+    assert max(seen[60:]) <= max(seen[:60])
+    assert threading.active_count() == threads

@@ -10,9 +10,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ts_core.engine.activation_pages import PageStore
+from ts_core.engine.saved_tensors import PLAIN_TYPES
 from ts_core.schedule.activation_policy import BlockActivations
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _SIMPLE = (
     torch.Tensor,
     bool,
@@ -50,7 +50,9 @@ class ActivationMeter:
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """A forward begins; `weights` are no activations (their memory may have moved since)."""
-        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._weights = {
+            weight.untyped_storage()._cdata for weight in weights if type(weight) in PLAIN_TYPES
+        }
 
     def observer(self, index: int) -> Callable[[torch.Tensor], None]:
         """What a block's saved-tensor hook calls with every tensor."""

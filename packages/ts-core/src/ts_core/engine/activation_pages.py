@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ts_core.device import Event
 from ts_core.engine.host_buffers import HostBuffer, HostBuffers
-from ts_core.engine.saved_tensors import SavedTensor, check_version
+from ts_core.engine.saved_tensors import PLAIN_TYPES, SavedTensor, check_version
 from ts_core.transfer import CopyEngine
 
 # A tensor with gaps is paged with its whole storage, if that is at most this many times larger.
@@ -35,6 +35,7 @@ class PageStats:
         fetches, fetch_bytes: copied back to the device.
         late_fetches: of these, begun only when their block ran backward.
         kept_for_ram: tensors that stayed because host memory had no room.
+        no_room_ahead: blocks not fetched ahead because the device had no room.
     """
 
     pages: int = 0
@@ -44,6 +45,7 @@ class PageStats:
     fetch_bytes: int = 0
     late_fetches: int = 0
     kept_for_ram: int = 0
+    no_room_ahead: int = 0
 
 
 class Page:
@@ -184,14 +186,15 @@ class PageStore:
         self._lock = threading.RLock()
 
     def new_pass(self, weights: Iterable[torch.Tensor]) -> None:
-        """A forward of the model begins; storages of `weights` (plain tensors) are never paged."""
+        """A forward of the model begins; storages of `weights` are never paged.
+
+        Parameters whose class is another now (an update is in flight) are known by their class.
+        """
         with self._lock:
             self._last = None
             self.went_back = False
             self._weights = {
-                tensor.untyped_storage()._cdata
-                for tensor in weights
-                if tensor.numel() * tensor.element_size() >= self.min_bytes
+                tensor.untyped_storage()._cdata for tensor in weights if type(tensor) in PLAIN_TYPES
             }
 
     def new_call(self, index: int) -> BlockCall:
@@ -290,9 +293,11 @@ class PageStore:
             ahead, nearby = 0, call.previous
             while nearby is not None and ahead < self.prefetch_depth:
                 if nearby.pages:
-                    self._fetch(nearby.live_pages())
+                    if not self._fetch_ahead(nearby):
+                        break
                     ahead += 1
                 nearby = nearby.previous
+            self._copies.retire()  # after the fetches, which may use what has not left yet
 
     def end_backward(self) -> None:
         """A backward has ended: pages that the graph still holds leave the device."""
@@ -321,7 +326,11 @@ class PageStore:
         return page
 
     def _fetch(self, pages: Iterable[Page]) -> int:
-        """Bring the bytes of pages to the device; returns how many had to be copied."""
+        """Bring the bytes of pages to the device; returns how many had to be copied.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing has changed then.
+        """
         absent = []
         for page in pages:
             if page.device_d is not None:
@@ -329,20 +338,32 @@ class PageStore:
             source = None if page.source is None else page.source()
             if source is not None:  # it has not left yet
                 page.device_d, page.fetched = source, None
+                self._here.add(page)
             else:
-                page.device_d = torch.empty(page.size, dtype=torch.uint8, device=self.device)
-                absent.append(page)
-            self._here.add(page)
+                absent.append((page, self._memory(page.size)))
         behind = self._copies.record_compute() if absent else None  # until there memory is in use
-        for page in absent:
-            assert page.device_d is not None
+        for page, memory in absent:
             page.fetched = self._copies.h2d(
-                page.device_d, page.buffer.bytes_h[: page.size], after=[behind, page.stored]
+                memory, page.buffer.bytes_h[: page.size], after=[behind, page.stored]
             )
+            page.device_d = memory
             page.buffer.last = page.fetched
+            self._here.add(page)
             self.stats.fetches += 1
             self.stats.fetch_bytes += page.size
         return len(absent)
+
+    def _fetch_ahead(self, call: BlockCall) -> bool:
+        """Fetch a call's pages early; False when the device has no room for them yet."""
+        try:
+            self._fetch(call.live_pages())
+        except torch.OutOfMemoryError:
+            self.stats.no_room_ahead += 1
+            return False
+        return True
+
+    def _memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def _drop(self, page: Page) -> None:
         page.device_d = None

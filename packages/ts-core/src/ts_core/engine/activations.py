@@ -39,6 +39,7 @@ from ts_core.schedule.activation_policy import (
 )
 from ts_core.schedule.activation_tuner import Fixed, RecomputeTuner, SlowdownTuner, Tuner
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
+from ts_core.store.leaves import is_wrapper
 from ts_core.transfer import CopyEngine
 
 # An input this much larger than the one that was measured is measured again.
@@ -171,6 +172,7 @@ class Activations:
         self._intervals: deque[tuple[Timestamp, Timestamp, int]] = deque()
         self._modes: list[str] = []
         self._moves = False
+        self._weights: list[torch.Tensor] = []
         self._probed_numel = 0
         self._sizes: list[list[int]] = [[] for _ in blocks]
         # Told what was measured; returns bytes of device memory that have a better use.
@@ -277,10 +279,10 @@ class Activations:
             self._adopt(self._tuner.current)
         if training:
             self._look_at_input(args, kwargs)
-        weights = self._weights() if self._meter is not None or OFFLOAD in self._modes else ()
-        self.store.new_pass(weights)
         if self._meter is not None:
-            self._meter.begin(weights)
+            self._weights = self._find_weights()
+            self._meter.begin(self._weights)
+        self.store.new_pass(self._weights if self._moves else ())
 
     def begin(self, index: int, args: Any, kwargs: Any) -> Span:
         """A block is called in forward with gradients enabled."""
@@ -430,7 +432,9 @@ class Activations:
         return target - self._device.memory()["peak_allocated"] + taken
 
     def _ram_room(self) -> int:
-        mine = self._buffers.held_bytes
+        arena = self._arena.stats()
+        locked_and_free = max(0, arena["arena_pinned"] - arena["arena_used"])
+        mine = self._buffers.held_bytes + locked_and_free
         return ram_room(self._read_ram() + mine, ram_limit_bytes())
 
     def _inflight(self) -> int:
@@ -467,6 +471,8 @@ class Activations:
 
     def _adopt(self, policy: ActivationPolicy) -> None:
         self._set_modes(policy.modes)
+        least = self.options.min_bytes
+        self._weights = [w for w in self._find_weights() if w.numel() * w.element_size() >= least]
         self._passes = 0
         self._buffers.trim()
         if OFFLOAD in self._modes:
@@ -570,11 +576,11 @@ class Activations:
             self._arena.trim()
         self._floor.rearm()
 
-    def _weights(self) -> Sequence[torch.Tensor]:
+    def _find_weights(self) -> list[torch.Tensor]:
         """Plain tensors of the blocks that are no activations."""
         return [
             tensor
             for block in self._blocks
             for tensor in (*block.parameters(), *block.buffers())
-            if type(tensor) in (torch.Tensor, nn.Parameter)
+            if not is_wrapper(tensor)
         ]

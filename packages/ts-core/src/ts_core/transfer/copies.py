@@ -59,6 +59,13 @@ class _Lane:
             self.in_flight_bytes -= self.in_flight.popleft().size_bytes
 
 
+def _default_inflight_bytes(device: Device) -> int:
+    usable = device.usable_bytes() if device.separate_memory else None
+    if usable is None:
+        return DEFAULT_MAX_INFLIGHT_BYTES
+    return max(1, min(DEFAULT_MAX_INFLIGHT_BYTES, usable // 10))
+
+
 class CopyEngine:
     """Queues copies on one stream per direction.
 
@@ -68,12 +75,13 @@ class CopyEngine:
     Args:
         device: the accelerator.
         max_inflight_bytes: a direction holds at most this many bytes of unfinished copies (one
-            larger copy is let through alone); the host waits for the oldest beyond it.
+            larger copy is let through alone); the host waits for the oldest beyond it. None: 1 GiB,
+            or a tenth of the memory of a device that has its own.
     """
 
     def __init__(self, device: Device, max_inflight_bytes: int | None = None) -> None:
         self.device = device
-        self.max_inflight_bytes = max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES
+        self.max_inflight_bytes = max_inflight_bytes or _default_inflight_bytes(device)
         self._lanes = {name: _Lane(device.new_stream(name)) for name in ("h2d", "d2h")}
 
     def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
@@ -100,6 +108,12 @@ class CopyEngine:
     def record_h2d(self) -> Event:
         """An event after every copy to the device queued so far."""
         return self._lanes["h2d"].stream.record()
+
+    def retire(self) -> None:
+        """Let go of the tensors of copies that have finished, without waiting for others."""
+        for lane in self._lanes.values():
+            with lane.lock:
+                lane.retire()
 
     def synchronize(self) -> None:
         """Block until every queued copy has finished."""
