@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,8 +241,9 @@ def test_the_folder_goes_with_the_model(keep_in: Callable[[str, int], Any]) -> N
 @pytest.mark.parametrize("source", ["ring", "disk", "disk through ring"])
 def test_nothing_grows_over_many_runs(keep_in: Callable[[str, int], Any], source: str) -> None:
     """Wrapped, used in all ways, broken in the middle, and unwrapped: no thread or file is left."""
-    seen = set()
-    for seed in range(6):
+    gc.collect()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for seed in range(5):
         model, _ = run(True, keep_in(source, seed % 3), steps=1)
         optimizer = model._trainstream_session.optimizer
         tokens = torch.randint(0, 37, (2, 7))
@@ -258,9 +260,12 @@ def test_nothing_grows_over_many_runs(keep_in: Callable[[str, int], Any], source
         unwrap(model)
         del model, optimizer, loss
         gc.collect()
-        if seed > 1:
-            seen.add((threading.active_count(), len(os.listdir("/proc/self/fd"))))
-    assert len(seen) == 1
+        for _ in range(1000):  # threads that were told to end need a moment
+            if threading.active_count() <= threads:
+                break
+            time.sleep(0.01)
+        assert threading.active_count() <= threads
+        assert len(os.listdir("/proc/self/fd")) <= files
 
 
 EXIT = """
