@@ -256,3 +256,56 @@ def test_hybrid_on_the_gpu() -> None:
     given: dict[str, Any] = {"device": "cuda", "width": 128, "steps": 8}
     _, record = run(True, delays=3, optimizer_mode="hybrid", **given)
     assert resident(optimizer_mode="gpu", **given).differences(record) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["cpu", "gpu"])
+def test_steady_steps_never_wait_for_the_gpu(mode: str, no_host_waits: Any) -> None:
+    """(The wait for a block's update by host threads is no wait for the device.)"""
+    model = tiny_model(DEPTH, 128, full=True).cuda()
+    model, optimizer = wrap(
+        model,
+        lr=1e-2,
+        param_offload=True,
+        quantize="none",
+        offload=True,
+        device="cuda",
+        max_grad_norm=0.5,
+        optimizer_mode=mode,
+    )
+    tokens = torch.randint(0, 37, (2, 7)).cuda()
+    for step in range(5):
+        if step == 3:
+            torch.cuda.synchronize()
+            no_host_waits()
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("mode", ["cpu", "gpu"])
+def test_a_model_beyond_the_limit_trains_within_it(mode: str, accumulation: int) -> None:
+    """12 blocks of 21 MiB, and as many bytes of gradients, in 192 MiB."""
+    limit = 192 << 20
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = tiny_model(12, 1024, full=True)
+    assert sum(p.numel() * 4 for p in model.parameters()) > 240 << 20
+    model, optimizer = wrap(
+        model,
+        lr=1e-3,
+        quantize="none",
+        device="cuda",
+        vram_limit=limit + before,
+        max_grad_norm=1.0,
+        accumulation_steps=accumulation,
+        optimizer_mode=mode,
+        max_inflight_bytes=16 << 20,
+    )
+    assert len(model._trainstream_session.homes) > 0
+    train(model, optimizer, 3, accumulation=accumulation, device="cuda")
+    assert torch.cuda.max_memory_allocated() - before <= limit
+    optimizer.synchronize()
+    model._trainstream_session.close()

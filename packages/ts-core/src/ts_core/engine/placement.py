@@ -50,6 +50,7 @@ def model_profile(
     moment_bytes: float = FP32_MOMENTS_BYTES,
     gradients_in_flight: int | None = None,
     host_copies: bool = False,
+    max_inflight_bytes: int | None = None,
 ) -> ModelProfile:
     """What the model asks of memory.
 
@@ -61,6 +62,7 @@ def model_profile(
             than this wait beside the largest; None: all are there at once, but for those of paged
             weights.
         host_copies: host threads update trained weights, and keep a copy of each.
+        max_inflight_bytes: the link's limit of unfinished copies; None for its default.
     """
     pageable = tuple(leaves_bytes(block) for block in leaves)
     total = sum(stored_bytes(p) for p in model.parameters())
@@ -70,7 +72,7 @@ def model_profile(
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    leaving = gradients_in_flight or 2 * DEFAULT_MAX_INFLIGHT_BYTES
+    leaving = 2 * (max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
     low_precision = sum(p.numel() * 4 for p in trained if p.dtype is not torch.float32)
     state = int(sum(p.numel() for p in trained) * moment_bytes)
     return ModelProfile(

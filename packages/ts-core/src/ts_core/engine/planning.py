@@ -137,7 +137,14 @@ def choose_codec(
     """The codec to store frozen weights in, or None; refuses a run that cannot fit."""
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     by_threads = optimizer_mode(optimizer, config) == "cpu"
-    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight, by_threads)
+    profile = model_profile(
+        model,
+        leaves,
+        bytes_per_value(moments),
+        in_flight,
+        by_threads,
+        config.max_inflight_bytes,
+    )
     named = config.quantize if config.quantize not in (*_OFF, "auto") else None
     profile = without_experts(profile, experts, named and bytes_per_weight(named, config))
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))

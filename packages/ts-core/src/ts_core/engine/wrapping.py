@@ -158,7 +158,14 @@ def _start(
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     in_flight = gradients_in_flight(optimizer, config)
     by_threads = optimizer_mode(optimizer, config) == "cpu"
-    profile = model_profile(model, leaves, bytes_per_value(moments), in_flight, by_threads)
+    profile = model_profile(
+        model,
+        leaves,
+        bytes_per_value(moments),
+        in_flight,
+        by_threads,
+        config.max_inflight_bytes,
+    )
     profile = without_experts(profile, experts)
     machine, asked = machine_profile(device), plan_options(config)
     plan = make_plan(profile, machine, asked)
