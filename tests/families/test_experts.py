@@ -261,7 +261,7 @@ def test_the_limit_counts_the_slots(adapted: Callable[..., Any]) -> None:
         quantize="none",
         moe_paging=True,
         param_offload=True,
-        vram_limit=2 * 4 * one,
+        vram_limit=11 * one // 2,
         check_memory=False,
         vram_headroom=0,
     )
@@ -273,6 +273,32 @@ def test_the_limit_counts_the_slots(adapted: Callable[..., Any]) -> None:
         model(**token_batch(0, 4, 32))
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]]))
+    unwrap(model)
+
+
+def test_room_for_one_slot_suffices(adapted: Callable[..., Any], train_steps: Train) -> None:
+    """Then nothing is fetched ahead, and the numbers stay the same."""
+    one = 3 * 64 * 96 * 4  # of one expert
+    runs = []
+    for limit in (None, 9 * one):
+        model = adapted("mixtral", lora=ATTENTION)
+        model, optimizer = ts_hf.wrap_hf(
+            model,
+            device="cpu",
+            quantize="none",
+            lr=1e-2,
+            moe_paging=True,
+            param_offload=limit is None,
+            vram_limit=limit,
+            check_memory=False,
+            vram_headroom=0,
+        )
+        with inject_delays(9, max_ms=0.5):
+            runs.append(train_steps(model, optimizer, 3))
+    assert_same(*runs)
+    report = memory_report(model)
+    assert report["experts"]["slot_bytes"] <= 6 * one
+    assert report["gpu"]["peak_allocated"] <= 9 * one
     unwrap(model)
 
 

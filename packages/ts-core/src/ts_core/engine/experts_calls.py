@@ -128,7 +128,7 @@ class ExpertCalls:
         if in_backward() and call.layer.index > 0:
             before = self.layers[call.layer.index - 1]
             if before.last_picks is not None:
-                self.slots.load(before, before.last_picks, keep=slot)
+                self.slots.prefetch(before, before.last_picks, keep=slot)
         return slot
 
     def run(self, layer: ExpertLayer, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

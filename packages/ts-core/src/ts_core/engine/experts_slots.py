@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ts_core.device import Event
 from ts_core.engine.experts_layer import ExpertLayer, runs
+from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Reservation
 from ts_core.transfer import CopyEngine
 
@@ -99,7 +100,7 @@ class ExpertSlots:
 
     def ready(self, layer: ExpertLayer, picks: Picks) -> ExpertSlot:
         """The slot with these experts, loaded if need be, the compute stream waiting for it."""
-        slot = self.load(layer, picks, None)
+        slot = self.load(layer, picks)
         self._clock += 1
         slot.last_use = self._clock
         if not slot.waited:
@@ -108,22 +109,47 @@ class ExpertSlots:
             slot.waited = True
         return slot
 
-    def load(self, layer: ExpertLayer, picks: Picks, keep: ExpertSlot | None) -> ExpertSlot:
-        """Begin copying these experts, if no slot has them, into a slot other than `keep`.
+    def prefetch(self, layer: ExpertLayer, picks: Picks, keep: ExpertSlot) -> None:
+        """Begin copying these experts into a slot other than `keep`, if the device has room."""
+        if any(slot.holds(layer, picks) for slot in self.slots):
+            return
+        slot = self._oldest(keep)
+        try:
+            buffer = self._room(slot, layer.layout(rows_for(picks))[1])
+        except OutOfBudgetError:
+            return  # they are copied when they are needed, to the slot that is free then
+        self._fill(slot, buffer, layer, picks)
+
+    def load(self, layer: ExpertLayer, picks: Picks) -> ExpertSlot:
+        """Begin copying these experts, if no slot has them.
 
         Raises:
-            OutOfBudgetError: the device cannot hold them.
+            OutOfBudgetError: the device cannot hold them, alone either.
         """
         for slot in self.slots:
             if slot.holds(layer, picks):
                 return slot
+        slot = self._oldest(None)
+        size = layer.layout(rows_for(picks))[1]
+        try:
+            buffer = self._room(slot, size)
+        except OutOfBudgetError:
+            for other in self.slots:
+                self._give_back(other)
+            buffer = self._room(slot, size)
+        self._fill(slot, buffer, layer, picks)
+        return slot
+
+    def _oldest(self, keep: ExpertSlot | None) -> ExpertSlot:
         slot = min(
             (slot for slot in self.slots if slot is not keep), key=lambda slot: slot.last_use
         )
         slot.forget()
+        return slot
+
+    def _fill(self, slot: ExpertSlot, buffer: Tensor, layer: ExpertLayer, picks: Picks) -> None:
         count = rows_for(picks)
-        offsets, size = layer.layout(count)
-        buffer = self._room(slot, size)
+        offsets, _ = layer.layout(count)
         behind = self.copies.record_compute()
         stretches = runs(picks)
         source = layer.image.buffer_h
@@ -143,7 +169,6 @@ class ExpertSlots:
         self.stats.loads += 1
         self.stats.load_bytes += copied
         self.stats.whole_bytes += sum(part.bytes_of(layer.count) for part in layer.parts)
-        return slot
 
     def drop(self, layer: ExpertLayer | None = None) -> None:
         """Forget what slots hold of `layer`, or all: the host's rows were written."""
@@ -155,23 +180,33 @@ class ExpertSlots:
         """Give the device memory back."""
         self.copies.synchronize()
         for slot in self.slots:
-            slot.forget()
-            slot.buffer = None
-            if slot.reservation is not None:
-                slot.reservation.release()
-                slot.reservation = None
+            self._give_back(slot)
+
+    def _give_back(self, slot: ExpertSlot) -> None:
+        slot.forget()
+        slot.buffer = None  # copies in flight keep what they write to
+        if slot.reservation is not None:
+            slot.reservation.release()
+            slot.reservation = None
 
     def _room(self, slot: ExpertSlot, size: int) -> Tensor:
         """The slot's buffer, replaced by a larger one when `size` exceeds it."""
         if slot.buffer is not None and slot.buffer.numel() >= size:
             return slot.buffer
-        slot.buffer = None
-        if slot.reservation is not None:
-            slot.reservation.release()
-            slot.reservation = None
-        wanted = max(size, min(self._largest, size + size // 8))
+        self._give_back(slot)
+        generous = max(size, min(self._largest, size + size // 8))  # calls differ
+        try:
+            return self._take(slot, generous)
+        except OutOfBudgetError:
+            return self._take(slot, size)
+
+    def _take(self, slot: ExpertSlot, size: int) -> Tensor:
         device = self.copies.device
-        slot.reservation = device.pool.reserve(wanted, "experts")
-        with torch.inference_mode(False):
-            slot.buffer = device.allocate(wanted)
+        slot.reservation = device.pool.reserve(size, "experts")
+        try:
+            with torch.inference_mode(False):
+                slot.buffer = device.allocate(size)
+        except BaseException:
+            self._give_back(slot)
+            raise
         return slot.buffer
