@@ -381,3 +381,57 @@ def test_merged_as_peft_merges(form: str, into: str, tmp_path: Path) -> None:
         allowed = 0.12 if into == "nf4" and name in adapted else 1e-5
         assert distance <= allowed, (name, distance)
     assert report.survived > (0.0 if into == "nf4" else 0.99)
+
+
+@pytest.mark.parametrize("keep_dtype", [True, False])
+def test_adapters_keep_their_dtype(keep_dtype: bool, train_steps: Train, tmp_path: Path) -> None:
+    """PEFT makes fp32 adapters on a bf16 base unless told not to: trained and saved as they are."""
+    from safetensors.torch import load_file
+
+    base = build(dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, config(), autocast_adapter_dtype=not keep_dtype)
+    dtype = torch.bfloat16 if keep_dtype else torch.float32
+    model, optimizer = ts_hf.wrap_hf(seeded(model), device="cpu", lr=1e-2, param_offload=True)
+    train_steps(model, optimizer, 2)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
+    folder = ts_hf.save_adapter(model, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    unwrap(model)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
+
+
+@pytest.mark.filterwarnings("ignore:(Model|Setting|You are|Found).*:UserWarning")
+@pytest.mark.parametrize(
+    "changes", [{"modules_to_save": ["lm_head"]}, {"target_modules": [*MATRICES, "lm_head"]}]
+)
+def test_tied_embeddings(changes: dict[str, Any], train_steps: Train, tmp_path: Path) -> None:
+    """A head tied to the embedding: trained as a copy or adapted, saved, loaded, merged."""
+    found = []
+    for streamed in (True, False):
+        base = build(tie_word_embeddings=True)
+        model = adapt(base if streamed else decoded(base), **changes)
+        model, optimizer = ts_hf.wrap_hf(
+            model, device="cpu", lr=1e-2, quantize="none", param_offload=streamed
+        )
+        found.append(train_steps(model, optimizer, 2))
+        if streamed:
+            folder = ts_hf.save_adapter(model, tmp_path / "adapter")
+            with torch.no_grad():
+                expected = model.eval()(**token_batch(3)).logits
+                embedding = model.get_input_embeddings().weight.clone()
+            unwrap(model)
+            merged, _ = ts_hf.merge_adapter(model, into="dequantized")
+    assert_same(*found)
+    again = peft.PeftModel.from_pretrained(decoded(build(tie_word_embeddings=True)), folder)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**token_batch(3)).logits, expected)
+        assert torch.equal(again.get_input_embeddings().weight, embedding)
+        found_logits = merged.eval()(**token_batch(3)).logits
+    torch.testing.assert_close(found_logits, expected, rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    reloaded = ts_hf.load_model(tmp_path / "merged", quantize=None, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(reloaded(**token_batch(3)).logits, found_logits)
+        assert torch.equal(reloaded.get_input_embeddings().weight, embedding)
