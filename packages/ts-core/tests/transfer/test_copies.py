@@ -29,6 +29,22 @@ def test_copies_are_ordered_behind_events_and_counted() -> None:
     assert (stats["h2d"].bytes, stats["d2h"].copies) == (4000, 1)
 
 
+def test_pieces_are_one_copy_behind_its_event_and_before_its_own() -> None:
+    engine = CopyEngine(HostDevice())
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(60, dtype=torch.uint8)
+    with inject_delays(2, share=1.0):
+        before = engine.h2d(source, torch.arange(100, 200, dtype=torch.uint8))
+        done = engine.h2d_pieces(target, source, [(0, 90, 10), (10, 0, 20), (40, 50, 20)], before)
+        engine.wait_compute(done)
+    assert target.tolist() == [*range(190, 200), *range(100, 120), *[0] * 10, *range(150, 170)]
+    stats = engine.stats()["h2d"]
+    assert (stats.bytes, stats.copies) == (150, 4)
+    alive = weakref.ref(target)
+    del target
+    engine.synchronize()
+    assert alive() is None
+
+
 def test_bytes_in_flight_are_bounded() -> None:
     device = HostDevice()
     engine = CopyEngine(device, max_inflight_bytes=1000)

@@ -150,24 +150,24 @@ class ExpertSlots:
     def _fill(self, slot: ExpertSlot, buffer: Tensor, layer: ExpertLayer, picks: Picks) -> None:
         count = rows_for(picks)
         offsets, _ = layer.layout(count)
-        behind = self.copies.record_compute()
         stretches = runs(picks)
-        source = layer.image.buffer_h
-        last, copied = None, 0
+        pieces: list[tuple[int, int, int]] = []
         for start, part in zip(offsets, layer.parts, strict=True):
-            pieces = stretches if part.by_expert else [(0, 0, 1)]
-            for place, first, length in pieces:
-                to, at = start + place * part.size_bytes, part.placement.offset
-                at += first * part.size_bytes
-                step = length * part.size_bytes
-                last = self.copies.h2d(buffer[to : to + step], source[at : at + step], behind)
-                copied += step
+            row, at = part.size_bytes, part.placement.offset
+            if not part.by_expert:
+                pieces.append((start, at, row))
+            else:
+                pieces += [(start + k * row, at + e * row, n * row) for k, e, n in stretches]
+        last = None
+        if pieces:
+            behind = self.copies.record_compute()
+            last = self.copies.h2d_pieces(buffer, layer.image.buffer_h, pieces, behind)
         slot.layer, slot.picks, slot.ready, slot.waited = layer, picks, last, False
         slot.stacks = layer.compact(buffer, count)
         self._clock += 1
         slot.last_use = self._clock
         self.stats.loads += 1
-        self.stats.load_bytes += copied
+        self.stats.load_bytes += sum(size for _, _, size in pieces)
         self.stats.whole_bytes += sum(part.bytes_of(layer.count) for part in layer.parts)
 
     def drop(self, layer: ExpertLayer | None = None) -> None:

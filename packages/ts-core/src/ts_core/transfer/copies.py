@@ -88,6 +88,26 @@ class CopyEngine:
         """Queue a copy to the device after `after`; returns the event of its completion."""
         return self._copy("h2d", dst_d, src_h, after)
 
+    def h2d_pieces(
+        self,
+        dst_d: torch.Tensor,
+        src_h: torch.Tensor,
+        pieces: Sequence[tuple[int, int, int]],
+        after: After = None,
+    ) -> Event:
+        """Queue copies of several stretches of bytes to the device after `after`, as one.
+
+        Args:
+            dst_d, src_h: uint8 [..] each.
+            pieces: (first byte in dst_d, first byte in src_h, bytes), at least one.
+            after: what the first waits for.
+
+        Returns:
+            The event of the completion of all.
+        """
+        pairs = [(dst_d[to : to + n], src_h[at : at + n]) for to, at, n in pieces]
+        return self._copy_all("h2d", pairs, after, keep=(dst_d, src_h))
+
     def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: After = None) -> Event:
         """Queue a copy to the host after `after`; returns the event of its completion."""
         return self._copy("d2h", dst_h, src_d, after)
@@ -127,8 +147,17 @@ class CopyEngine:
         return {name: lane.stats for name, lane in self._lanes.items()}
 
     def _copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: After) -> Event:
+        return self._copy_all(direction, [(dst, src)], after, keep=(dst, src))
+
+    def _copy_all(
+        self,
+        direction: str,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        after: After,
+        keep: tuple[torch.Tensor, ...],
+    ) -> Event:
         lane = self._lanes[direction]
-        size_bytes = src.numel() * src.element_size()
+        size_bytes = sum(src.numel() * src.element_size() for _, src in pairs)
         with lane.lock:
             lane.retire()
             while lane.in_flight and (lane.in_flight_bytes + size_bytes > self.max_inflight_bytes):
@@ -137,12 +166,13 @@ class CopyEngine:
                 lane.in_flight_bytes -= lane.in_flight.popleft().size_bytes
             for event in events_of(after):
                 edges.wait(self.device, lane.stream, event)
-            edges.pause(self.device, lane.stream)
-            self.device.copy(dst, src, lane.stream)
+            for dst, src in pairs:
+                edges.pause(self.device, lane.stream)
+                self.device.copy(dst, src, lane.stream)
             edges.pause(self.device, lane.stream)
             event = lane.stream.record()
-            lane.in_flight.append(_InFlight(event, size_bytes, (dst, src)))
+            lane.in_flight.append(_InFlight(event, size_bytes, keep))
             lane.in_flight_bytes += size_bytes
             lane.stats.bytes += size_bytes
-            lane.stats.copies += 1
+            lane.stats.copies += len(pairs)
         return event
