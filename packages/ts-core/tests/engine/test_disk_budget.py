@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
-from ts_core.engine import hosting, planning
+from ts_core.engine import hosting, planning, wrapping
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.budget import PageLockBudget
 from ts_core.testing import TinyModel, tiny_model, train
@@ -49,8 +49,6 @@ def test_the_ram_check_counts_only_what_stays_in_memory(
         return planning.replace(profile, in_host=0)
 
     monkeypatch.setattr(planning, "model_profile", from_elsewhere)
-    from ts_core.engine import wrapping
-
     monkeypatch.setattr(wrapping, "model_profile", from_elsewhere)
     options: dict[str, Any] = {"device": "host", "param_offload": True, "quantize": "none"}
     machine(250_000, page_lock)
@@ -140,3 +138,34 @@ def test_without_room_in_memory_unwrapped_weights_stay_in_their_files(
     with torch.no_grad():
         model.layers[0].up.weight.fill_(1.0)
     model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("where", ["ParamPager", "_make_optimizer", "PlacementAdapter"])
+def test_a_wrap_that_fails_late_leaves_no_hooks_threads_or_files(
+    machine: Callable[[int, int], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    machine(1 << 34, 0)
+    model = tiny_model(4, 32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = torch.randint(0, 37, (2, 7))
+    expected = model(tokens)
+    options: dict[str, Any] = {"device": "host", "param_offload": True, "quantize": "none"}
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OutOfBudgetError("no room at the last moment")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapping, where, fails)
+        with pytest.raises(OutOfBudgetError, match="last moment"):
+            wrap(model, disk_offload=tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+    assert torch.equal(model(tokens), expected)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model, optimizer = wrap(model, disk_offload=tmp_path, **options)
+    train(model, optimizer, 1)
+    unwrap(model)

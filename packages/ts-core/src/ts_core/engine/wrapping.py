@@ -43,7 +43,7 @@ from ts_core.memory.arena import default_arena
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
 from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
-from ts_core.schedule import make_plan
+from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
 from ts_core.store import Leaf, ParamPager
 from ts_core.transfer import CopyEngine
 
@@ -177,6 +177,25 @@ def _start(
     session = TrainStreamSession(model, blocks, config, device, copies, plan, log)
     session.quantized = quantized
     session.moments = moments
+    try:
+        return _assemble(session, model, optimizer, leaves, profile, machine, asked, experts)
+    except BaseException:
+        session.close()  # hooks, threads and files go; the weights keep their values
+        raise
+
+
+def _assemble(
+    session: TrainStreamSession,
+    model: ModelT,
+    optimizer: torch.optim.Optimizer | None,
+    leaves: Sequence[Sequence[Leaf]],
+    profile: ModelProfile,
+    machine: MachineProfile,
+    asked: PlanOptions,
+    experts: Sequence[StackedExperts],
+) -> tuple[ModelT, OffloadAdamW]:
+    blocks, device, config, log = session.blocks, session.device, session.config, session.log
+    plan, copies = session.plan, session.copies
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
     _check_no_gradients(paged)
     images = build_images(session, {index: leaves[index] for index in plan.paged})
