@@ -230,3 +230,51 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture
+def unequal_rows(token_rows: Callable[..., Any]) -> Callable[..., Any]:
+    """unequal_rows(count, seed=0): rows of one length with 2 to 10 labels that count."""
+
+    def make(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+        rows: list[dict[str, torch.Tensor]] = token_rows(count, 12, seed=seed)
+        for index, row in enumerate(rows):
+            row["labels"][: 2 + (3 * index) % 9] = -100
+        return rows
+
+    return make
+
+
+@pytest.fixture
+def both(
+    tiny_model: Callable[..., Any], training_arguments: Callable[..., Any]
+) -> Callable[..., Any]:
+    """both(rows, model=..., trainer=..., **arguments): five steps of stock and of ours."""
+
+    from transformers import Trainer
+
+    import ts_hf
+
+    def run(
+        rows: Any,
+        *,
+        model: Callable[[], Any] | None = None,
+        trainer: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> list[Any]:
+        fields = {"max_steps": 5, "adam_epsilon": 1e-4, **arguments}
+        trainers = []
+        for cls, more in ((Trainer, {}), (ts_hf.TrainStreamTrainer, {"trainstream": options})):
+            made = cls(
+                model=model() if model else tiny_model("llama"),
+                args=training_arguments(**fields),
+                train_dataset=rows,
+                **(trainer or {}),
+                **more,
+            )
+            made.train()
+            trainers.append(made)
+        return trainers
+
+    return run
