@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -311,6 +311,14 @@ def test_several_graphs_at_once() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.fixture
+def dynamo_forgets() -> Iterator[None]:
+    """Compiled code in use changes how optimizers of later tests behave."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo_forgets")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, in dynamo
 @pytest.mark.parametrize("policy", [(True, False), (False, True)])
 @pytest.mark.parametrize("way", ["module", "in place", "model"])
