@@ -6,6 +6,7 @@ Every case runs on a model all of whose matrices stream and are trained, and on 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -476,6 +477,29 @@ def test_an_update_that_fails_reaches_the_next_reader() -> None:
     steps(model, optimizer, 1)
     with pytest.raises(RuntimeError, match="the update broke"):
         model(batch())
+
+
+@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
+def test_inference_in_another_thread_beside_training(options: dict[str, Any]) -> None:
+    """It sees old or new weights, and neither thread waits for ever."""
+    model, optimizer = streamed(**options)
+    errors: list[BaseException] = []
+    x = batch()
+
+    def infer() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(30):
+                    assert torch.isfinite(model.layers[2](x)).all()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=infer)
+    thread.start()
+    steps(model, optimizer, 10)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert errors == []
 
 
 def test_meta_models_are_refused() -> None:
