@@ -178,6 +178,38 @@ def test_a_model_that_mixes_whatever_it_is_told_is_refused(make_model: Callable[
     assert said == []
 
 
+@pytest.mark.filterwarnings("ignore:Model.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_adapters_on_the_embeddings(
+    changes: dict[str, Any],
+    family: str,
+    make_model: Callable[..., Any],
+    sequences: list[torch.Tensor],
+    lora: Callable[..., Any],
+) -> None:
+    renamed = {"embed_tokens": "word_embeddings", "q_proj": "query_key_value"}
+    if family == "falcon":
+        changes = {k: [renamed.get(name, name) for name in v] for k, v in changes.items()}
+    model = lora(make_model(family, "sdpa"), **changes).eval()
+    layout = find_layout(model)
+    assert layout == FAMILIES[family][2]
+    batch = arrange(model, PackedCollator(16)(sequences), layout)
+    items = int((batch["labels"] != -100).sum())
+    wanted = sum(
+        model(input_ids=s[None], labels=s[None]).loss.item() * (len(s) - 1)
+        for s in sequences
+        if len(s) > 1
+    )
+    assert model(**batch).loss.item() == pytest.approx(wanted / items, rel=2e-6)
+
+
 def test_prompt_learning_is_refused(make_model: Callable[..., Any]) -> None:
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -168,7 +168,7 @@ class _Probe:
         device = embeddings.weight.device
         # Distinct tokens, so that a crossing shows; 2 and up, since 0 and 1 often mean padding.
         ids = torch.arange(_A + _OTHER_A + _B, device=device)
-        a, other, b = (2 + ids % max(embeddings.num_embeddings - 2, 1)).split((_A, _OTHER_A, _B))
+        a, other, b = (2 + ids % max(embeddings.weight.shape[0] - 2, 1)).split((_A, _OTHER_A, _B))
         pieces = (b, a, b, other, b)
         self._row = torch.cat(pieces)[None]
         self._positions = torch.cat([torch.arange(len(p), device=device) for p in pieces])[None]
