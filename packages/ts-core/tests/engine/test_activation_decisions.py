@@ -296,6 +296,17 @@ def test_a_wrapped_model_takes_the_options_of_wrap() -> None:
         ActivationOffloader(model, list(model.layers))
 
 
+class Split:
+    """In the place of what moves optimizer state into device memory."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self.asked: list[bool] = []
+
+    def after_step(self, optimizer: Any) -> None:
+        self.asked.append(self.session.activations.adapting)
+
+
 def test_wrap_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole of wrap() on a device with memory of its own and room for two blocks."""
     device = Accelerator(limit=1000 + 2 * saved(), base=1000)
@@ -318,6 +329,8 @@ def test_wrap_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         session = model._trainstream_session
         assert session.adapting == (not options)
+        split = Split(session)
+        optimizer._updates.split = split
         watch(device, session.activations, 1)
         records.append(train(model, optimizer, 30))
         found = memory_report(model)["activations"]
@@ -325,6 +338,8 @@ def test_wrap_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(found["offloaded_blocks"]) + len(found["recompute_blocks"]) >= 3
             assert found["pages"] > 0 and found["recomputed"] > 0
             assert not session.activations.adapting
+            assert 0 < len(split.asked) < 30 and not any(split.asked)
         else:
+            assert len(split.asked) == 30
             assert found["policy"] == ["keep"] * DEPTH
     assert records[0].differences(records[1]) == []

@@ -169,6 +169,14 @@ class TrainStreamSession:
             )
         elif self.config.offload == "auto" and self.device.separate_memory:
             self.optimizer.after_step = self._consider_residence
+        if self.activations is not None:
+            activations = weakref.ref(self.activations)
+
+            def waits() -> bool:
+                here = activations()
+                return here is not None and here.adapting
+
+            self.optimizer.split_waits = waits
 
     def _consider_residence(self) -> None:
         optimizer = self.optimizer
@@ -211,6 +219,7 @@ class TrainStreamSession:
         """Remove every hook and give the device memory back."""
         if self.optimizer is not None:
             self.optimizer.detach()
+            self.optimizer.split_waits = None
         for patch in reversed(self.patches):
             patch.undo()
         self.patches.clear()

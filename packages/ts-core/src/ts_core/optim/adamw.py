@@ -133,6 +133,7 @@ class OffloadAdamW(ShownOptimizer):
         self.step_options.set_eager(eager)
         self.mode = mode
         self.after_step: Callable[[], None] | None = None
+        self.split_waits: Callable[[], bool] | None = None  # while others take device memory
         self._resident: ResidentAdamW | None = None
         self._resident_norm: float | torch.Tensor | None = None
         self._on_event = on_event
@@ -376,7 +377,7 @@ class OffloadAdamW(ShownOptimizer):
         updates.step()
         if self.after_step is not None:
             self.after_step()
-        if updates.split is not None:
+        if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
         return loss
 
