@@ -219,19 +219,16 @@ def test_known_activations_share_the_room_with_blocks(
         )
         train(model, optimizer, 1, seed=len(index))
     assert paged(model) == 4
-    # A step that recomputes everything needs 1.6 blocks: its inputs, one block's own, no more.
+    # A step that recomputes everything needs 1.6 blocks beside the four in place, of eight.
     measured = [BlockActivations(int(0.9 * size), 0, int(0.1 * size))] * DEPTH
-    monkeypatch.setattr(
-        session.device,
-        "memory",
-        lambda: {"peak_allocated": session.device.pool.used + int(1.6 * size)},
-    )
-    taken = adapter.share_room(measured)
+    taken = adapter.share_room(measured, int(2.4 * size))
     if slow:  # streaming bounds the step: 6 blocks and 1.6 fit in 8
         assert taken == 2 * size and paged(model) == 0
-        assert any("rather than activations" in event for event in session.events)
+        assert any("activations are known: 4 blocks stay" in event for event in session.events)
     else:
         assert taken == 0 and paged(model) == 4
+        assert adapter.share_room(measured, -size) == -2 * size  # not even that fits: blocks leave
+        assert paged(model) == 6
     monkeypatch.setattr(
         session.device, "memory", lambda: {"peak_allocated": session.device.pool.used}
     )

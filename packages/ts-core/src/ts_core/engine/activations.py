@@ -175,12 +175,18 @@ class Activations:
         self._weights: list[torch.Tensor] = []
         self._probed_numel = 0
         self._sizes: list[list[int]] = [[] for _ in blocks]
-        # Told what was measured; returns bytes of device memory that have a better use.
-        self.share_room: Callable[[Sequence[BlockActivations]], int] | None = None
+        # Told what was measured, and the room there is beyond a step that recomputes every block;
+        # returns the bytes of it that have a better use.
+        self.share_room: Callable[[Sequence[BlockActivations], int], int] | None = None
         self._begin_probe()
         self._say_how_it_begins()
 
     # -- what was decided ---------------------------------------------------------------------
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a probe is under way, or has ended and the next forward decides by it."""
+        return self._meter is not None
 
     @property
     def policy(self) -> list[str]:
@@ -382,7 +388,7 @@ class Activations:
         self._meter = None
         room = self._device_room()
         if room is not None and self.share_room is not None:
-            room -= self.share_room(self.measured)
+            room -= self.share_room(self.measured, room)
         limits = ActivationLimits(
             room, self._ram_room(), self.options.prefetch_depth, self._inflight()
         )

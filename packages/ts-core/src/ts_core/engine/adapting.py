@@ -67,12 +67,15 @@ class PlacementAdapter:
         session = self._session()
         if session is None or session.steps == self._seen:
             return
+        activations = session.activations
+        if activations is not None and activations.measuring and session.device.separate_memory:
+            return  # a probe's peak is for `share_room`
         self._seen = session.steps
         peak = session.device.memory()["peak_allocated"]
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
         before = session.plan
-        settled = session.activations is None or not session.activations.adapting
+        settled = activations is None or not activations.adapting
         found = self.corrector.observe(self._seen, peak, settled)
         for entry in self.corrector.history[heard:]:
             if entry.change:
@@ -82,24 +85,24 @@ class PlacementAdapter:
         elif was_adapting and not self.corrector.adapting:
             session.log(f"plan: settled after {self._seen} steps")
 
-    def share_room(self, measured: Sequence[BlockActivations]) -> int:
-        """Activations are known now: bring back blocks whose weights use the room better.
+    def share_room(self, measured: Sequence[BlockActivations], room: int) -> int:
+        """Activations are known now: move blocks as the shortest predicted step has them.
 
         Called between steps, before it is decided which activations stay.
 
         Args:
             measured: per block.
+            room: bytes of device memory beyond a step that recomputes every block.
 
         Returns:
-            Bytes of device memory that blocks took, which are no longer there for activations.
+            Bytes of it that blocks took; negative when blocks left and gave some.
         """
         session = self._session()
         if session is None:
             return 0
         before = session.plan
-        peak = session.device.memory()["peak_allocated"]
         work = work_of(session.blocks, measured)
-        found = self.corrector.share_room(peak, measured, work)
+        found = self.corrector.share_room(session.steps, room, measured, work)
         if found is None or not self._move(session, before, found):
             return 0
         session.log(f"plan: {found.reasons[-1]}")

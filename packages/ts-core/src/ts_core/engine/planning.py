@@ -72,6 +72,7 @@ def plan_options(config: WrapOptions) -> PlanOptions:
         headroom=config.vram_headroom,
         activation_offload=config.activation_offload,
         recompute=recompute,
+        inflight=config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES,
         disk=config.disk_offload is not None,
     )
 

@@ -46,6 +46,7 @@ class BlockRunner:
         self._handles: list[RemovableHandle] = []
         self._forwards: list[OwnForward] = []
         self._release_queued = False
+        self._removed = False
         self._blocks = [weakref.ref(block) for block in blocks]
         self._replace_forwards()
         if pager is not None:
@@ -54,6 +55,7 @@ class BlockRunner:
 
     def remove(self) -> None:
         """Take the hooks off."""
+        self._removed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -67,6 +69,8 @@ class BlockRunner:
                 self._pager.new_pass()
             if self._activations is not None:
                 self._activations.new_pass(args, kwargs)
+                if self._removed:
+                    return  # blocks have changed place, and another runner has taken over
                 if self._activations.done and self._pager is None:
                     self._restore_forwards()
                 else:

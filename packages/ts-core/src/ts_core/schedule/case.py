@@ -14,9 +14,6 @@ from ts_core.schedule.plan import (
 )
 from ts_core.schedule.step_time import step_seconds
 
-# Blocks whose paged activations are on the device at once: one that is written and one that is
-# still crossing.
-_IN_FLIGHT_BLOCKS = 2
 # Of free host memory, the most that activations may take.
 _ACTIVATION_HOST_SHARE = 0.6
 
@@ -60,9 +57,7 @@ class Case:
             return {"fixed": 0, "gradients": 0}
         rest = {"fixed": model.fixed_device}
         if self.policy:
-            largest = max(model.activations)
-            moving = min(self.policy.count(OFFLOAD), _IN_FLIGHT_BLOCKS)
-            rest["activations"] = self._held() + moving * largest
+            rest["activations"] = self._held() + min(options.inflight, self._moved())
         else:
             rest["gradients"] = model.trained
             if machine.device_bytes is not None:
@@ -76,6 +71,11 @@ class Case:
             size if what == KEEP else inputs if what == RECOMPUTE else 0
             for size, inputs, what in kept
         )
+
+    def _moved(self) -> int:
+        """Bytes of activations that go to host memory."""
+        sizes = zip(self.model.activations, self.policy, strict=False)
+        return sum(size for size, what in sizes if what == OFFLOAD)
 
     def _workspace(self, paged: tuple[int, ...]) -> int:
         """Temporary bytes at the peak: of the loss, or of some block's backward.
@@ -147,11 +147,7 @@ class Case:
     def _on_host(self, paged: tuple[int, ...]) -> dict[str, int]:
         model, machine = self.model, self.machine
         images = sum(model.pageable[index] for index in paged)
-        moved = sum(
-            size
-            for size, what in zip(model.activations, self.policy, strict=False)
-            if what == OFFLOAD
-        )
+        moved = self._moved()
         optimizer = model.optimizer_bytes(paged, machine.counts_fixed)
         host = {
             "weights": images,

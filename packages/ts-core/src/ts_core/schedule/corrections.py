@@ -139,35 +139,38 @@ class PeakCorrector:
         self._returns += more < 0
         words = (
             f"step {step} used {human(peak)} of {human(target)}: "
-            + (f"{more} more blocks stream" if more > 0 else f"{-more} blocks stay on the device")
-            + f", {len(changed.paged)} of {len(self._model.pageable)} stream now"
+            f"{_in_words(more)}, {len(changed.paged)} of {len(self._model.pageable)} stream now"
         )
         self._remember(step, peak, target, words)
         self.plan = replace(changed, reasons=(*changed.reasons, words))
         return self.plan
 
     def share_room(
-        self, peak: int, measured: Sequence[BlockActivations], work: Work | None
+        self, step: int, room: int, measured: Sequence[BlockActivations], work: Work | None
     ) -> Plan | None:
-        """Activations were measured in a step that recomputed every block.
+        """Activations have been measured, and it is open which of them stay.
 
         The room can go to activations, which saves computing them again, or to blocks, which saves
         streaming them. When the shortest predicted step has more blocks on the device, they return
-        now, and activations get what is left.
+        now, and activations get what is left. When there is not even room to recompute every
+        block, blocks leave.
 
         Args:
-            peak: most bytes of device memory allocated in that step.
+            step: optimizer steps done.
+            room: bytes of the target beyond a step that recomputes every block; may be negative.
             measured: per block.
             work: of a step of that size; None: unknown.
 
         Returns:
-            A plan with fewer paged blocks, or None.
+            A plan with other paged blocks, or None.
         """
-        if not self._may_move or not self.plan.paged or work is None or self.target is None:
+        target = self.target
+        if not self._may_move or work is None or target is None:
             return None
         inputs = tuple(block.boundary for block in measured)
-        again = max(block.saved for block in measured)
-        rest = max(0, peak - self._placed() - sum(inputs) - again)
+        needed = target - room  # of a step that recomputes every block
+        again = sum(inputs) + max(block.saved for block in measured)
+        rest = max(0, needed - self._placed() - again)
         model = replace(
             self._model,
             fixed_device=rest,
@@ -181,22 +184,39 @@ class PeakCorrector:
         )
         machine = replace(self._machine, counts_fixed=True)
         best = evaluate(model, machine, self._options)
-        if not best.fits or len(best.paged) >= len(self.plan.paged):
+        now = len(self.plan.paged)
+        more = len(best.paged) - now
+        if not best.fits or more == 0 or (more > 0 and room >= 0):
             return None
+        found = self._with_paged(len(best.paged), rest + again)
+        expected = (
+            f"; {best.seconds['step'] * 1000:.0f} ms per step expected, with "
+            f"{best.activations.count(KEEP)} of {len(measured)} blocks keeping their activations"
+            if best.seconds
+            else ""
+        )
+        words = (
+            f"activations are known: {_in_words(more)}, {len(found.paged)} of "
+            f"{len(self._model.pageable)} stream now{expected}"
+        )
+        self._remember(step, needed, target, words)
+        self.plan = replace(found, reasons=(*found.reasons, words))
+        self._quiet = 0
+        self.adapting = True
+        return self.plan
+
+    def _with_paged(self, count: int, reserve: int) -> Plan:
+        """The plan with `count` paged blocks, few of them others than now."""
+        options = replace(self._options, reserve=reserve)
+        machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]
-        chosen = repage(current, self._movable, max(0, len(best.paged) - len(stuck)))
-        options = replace(self._options, reserve=rest)
+        chosen = repage(current, self._movable, max(0, count - len(stuck)))
+        paged = tuple(sorted([*stuck, *chosen]))
         case = Case(self._model, machine, options, (), options.slot_count)
-        found = case.plan(tuple(sorted([*stuck, *chosen])))
-        words = (
-            f"{len(self.plan.paged) - len(found.paged)} more blocks stay on the device rather than "
-            f"activations: {best.seconds['step'] * 1000:.0f} ms per step expected, with "
-            f"{best.activations.count(KEEP)} of {len(measured)} blocks keeping their activations"
-        )
-        self.plan = replace(found, reasons=(*found.reasons, words))
-        self._returns += 1
-        return self.plan
+        if case.shortfall(paged) and options.slot_count > 1:
+            case = Case(self._model, machine, options, (), 1)
+        return case.plan(paged)
 
     def _placed(self) -> int:
         predicted = self.plan.predicted
@@ -249,3 +269,7 @@ class PeakCorrector:
     def _remember(self, step: int, peak: int, target: int, change: str) -> None:
         self.history.append(Observation(step, peak, target, len(self.plan.paged), change))
         del self.history[: -self.HISTORY]
+
+
+def _in_words(more: int) -> str:
+    return f"{more} more blocks stream" if more > 0 else f"{-more} blocks stay on the device"

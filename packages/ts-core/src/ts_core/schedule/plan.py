@@ -128,6 +128,7 @@ class PlanOptions:
         slot_count: slots of the streaming ring; one is used when two do not fit.
         activation_offload, recompute: "auto", True, False, a fraction, or block indices (these
             for recompute only). They matter where the model's activations are known.
+        inflight: the most bytes of paged activations still crossing the link at once.
         disk: whether weights beyond the page-lock budget may lie on disk.
     """
 
@@ -138,6 +139,7 @@ class PlanOptions:
     slot_count: int = 2
     activation_offload: str | bool | float = "auto"
     recompute: str | bool | float | tuple[int, ...] = "auto"
+    inflight: int = 1 << 30
     disk: bool = False
 
 
