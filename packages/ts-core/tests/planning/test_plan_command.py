@@ -39,7 +39,7 @@ def test_a_described_model_is_what_wrap_would_see(tiny_reader: Any, training: Tr
         model.requires_grad_(False)
         add_adapters(list(model.layers), training.rank)
     blocks: list[nn.Module] = list(model.layers)
-    real = model_profile(model, block_leaves(model, blocks), 8.0, 2 << 30)
+    real = model_profile(model, block_leaves(model, blocks), 8.0, 2 << 30, True)
     found = describe("small", training)
     for name in ("pageable", "fixed_device", "trained", "host_state", "trained_values"):
         assert getattr(found.profile, name) == getattr(real, name), name
