@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ts_core.errors import DataError
@@ -47,5 +48,10 @@ class Problems:
 
 def shown(value: Any) -> str:
     """A value as it stands in the data, cut short."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return shown_line(json.dumps(value, ensure_ascii=False))
+
+
+def shown_line(text: str) -> str:
+    """A line of the data, cut short; what is no character is escaped."""
+    short = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return short.encode(errors="backslashreplace").decode()

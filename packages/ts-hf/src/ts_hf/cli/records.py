@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ts_hf.cli.problems import RecordError, shown
+from ts_hf.cli.problems import RecordError, shown, shown_line
 
 Message = dict[str, Any]
 Turn = str | list[Message]  # a text, or messages
@@ -69,13 +69,11 @@ def parse_line(line: str, *, pairs: bool) -> Record:
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise RecordError(f"not valid JSON ({error}): {shown(line)}") from None
+        raise RecordError(f"not valid JSON ({error}): {shown_line(line)}") from None
     except RecursionError:
-        raise RecordError(f"nested too deeply: {shown(line)}") from None
+        raise RecordError(f"nested too deeply: {shown_line(line)}") from None
     if not isinstance(content, dict):
-        raise RecordError(
-            f"expected a JSON object, found {_kind(content)} ({shown(content)})"
-        ) from None
+        raise RecordError(f"expected a JSON object, found {_found(content)}") from None
     return _pair(content) if pairs else _example(content)
 
 
@@ -130,7 +128,7 @@ def _turn(content: dict[str, Any], key: str, *, empty: bool = False) -> Turn:
 def _text(content: dict[str, Any], key: str, *, empty: bool = False, other: str = "") -> str:
     value = content[key]
     if not isinstance(value, str):
-        raise RecordError(f"{key!r} is {shown(value)} ({_kind(value)}); expected a text{other}")
+        raise RecordError(f"{key!r} is {_found(value)}; expected a text{other}")
     if not empty and not value.strip():
         raise RecordError(f"{key!r} is empty ({shown(value)}); expected a text{other}")
     _check_characters(key, value)
@@ -141,15 +139,13 @@ def _messages(content: dict[str, Any], key: str) -> list[Message]:
     value = content[key]
     if not isinstance(value, list) or not value:
         raise RecordError(
-            f"{key!r} is {shown(value)} ({_kind(value)}); expected a list of messages with 'role' "
-            f"and 'content'"
+            f"{key!r} is {_found(value)}; expected a list of messages with 'role' and 'content'"
         )
     for index, message in enumerate(value):
         place = f"{key}[{index}]"
         if not isinstance(message, dict):
             raise RecordError(
-                f"{place} is {shown(message)} ({_kind(message)}); expected an object with 'role' "
-                f"and 'content'"
+                f"{place} is {_found(message)}; expected an object with 'role' and 'content'"
             )
         for name in ("role", "content"):
             if name not in message:
@@ -157,10 +153,7 @@ def _messages(content: dict[str, Any], key: str) -> list[Message]:
                     f"{place} has no {name!r}; found {_keys(message)} ({shown(message)})"
                 )
             if not isinstance(message[name], str):
-                raise RecordError(
-                    f"{place}[{name!r}] is {shown(message[name])} ({_kind(message[name])}); "
-                    f"expected a text"
-                )
+                raise RecordError(f"{place}[{name!r}] is {_found(message[name])}; expected a text")
             _check_characters(f"{place}[{name!r}]", message[name])
         if not message["role"]:
             raise RecordError(f"{place}['role'] is empty; expected user, assistant or system")
@@ -191,10 +184,9 @@ def _keys(content: dict[str, Any]) -> str:
     return f"the keys {sorted(content)}" if content else "no keys"
 
 
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
+def _found(value: Any) -> str:
+    """A value, and what it is where that is not plain to see."""
+    if value is None or isinstance(value, bool):
+        return shown(value)
     names: dict[type, str] = {int: "a number", float: "a number", str: "a text", list: "a list"}
-    return names.get(type(value), "an object")
+    return f"{shown(value)} ({names.get(type(value), 'an object')})"
