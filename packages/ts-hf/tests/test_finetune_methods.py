@@ -90,6 +90,9 @@ def test_dpo(begin: Callable[..., FinetuneConfig], kernel: None) -> None:
     assert before["loss"] == pytest.approx(math.log(2)) and before["reward_margin"] == 0
     assert after["loss"] < before["loss"] - 0.05
     assert after["reward_accuracy"] == 1.0 and after["reward_margin"] > 0.1
+    results = json.loads((Path(config.output) / "results.json").read_text())
+    assert results["held_out_rewards"]["after"]["reward_margin"] == after["reward_margin"]
+    assert "100% of pairs" in printed and "perplexity" not in printed
     steps = _lines(config, "step")
     assert steps[0]["loss"] == pytest.approx(math.log(2))
     assert steps[-1]["reward_accuracy"] == 1.0

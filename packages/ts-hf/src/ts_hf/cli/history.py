@@ -4,9 +4,9 @@ The format is part of the interface (docs/finetune.md, "The run folder"): `train
 anyone's own scripts read it, also while the run goes on. Each line has `kind`, `step` (optimizer
 steps done) and `time` (seconds since 1970); the kinds and their other keys:
 
-- session: a process began or went on; pid, process_started, host, versions.
+- session: a process began or went on; pid, process_started, host, cpus, ram_gb, gpu, versions.
 - step: loss, grad_norm, lr, step_s, tokens, tokens_per_second, rss_gb, and the Trainer's ts_*.
-- eval: loss, seconds, rows; for DPO also accuracy and margin.
+- eval: held-out loss, seconds; for DPO also reward_accuracy and reward_margin.
 - placement: where each block of the model lives (`ts_hf.cli.placement`).
 - event: text, a decision in plain words.
 - sample: when ("before" or "after"), prompt, text.

@@ -39,12 +39,17 @@ def memory_by_tier(model: Any, block_limit: int | None) -> dict[str, Any]:
 
 def print_report(console: Console, results: dict[str, Any], block_count: int) -> None:
     """Loss before and after, speed, memory by tier."""
-    loss = results["held_out_loss"]
+    loss, rewards = results["held_out_loss"], results["held_out_rewards"]
     table = Table(title="Held-out loss", title_justify="left")
-    for column in ("", "loss", "perplexity"):
+    second = "chosen answer ahead" if rewards else "perplexity"
+    for column in ("", "loss", second):
         table.add_column(column, justify="left" if column == "" else "right")
     for when in ("before", "after"):
-        table.add_row(when, f"{loss[when]:.4f}", f"{math.exp(min(loss[when], 700)):.2f}")
+        if rewards:
+            told = f"{rewards[when]['reward_accuracy']:.0%} of pairs"
+        else:
+            told = f"{math.exp(min(loss[when], 700)):.2f}"
+        table.add_row(when, f"{loss[when]:.4f}", told)
     console.print(table)
     console.print(_memory_table(results["memory"], block_count))
     console.print(

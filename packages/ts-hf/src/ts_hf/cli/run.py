@@ -312,6 +312,7 @@ class _Run:
         results = {
             "format": self.notes["format"],
             "held_out_loss": losses,
+            "held_out_rewards": _rewards(history),
             "steps": steps,
             "tokens_per_second": sum(line["tokens"] for line in timed) / max(seconds, 1e-9),
             "seconds": seconds,
@@ -341,6 +342,15 @@ class _Run:
         gc.collect()  # the trained model, which nothing here refers to any more
         dtype = DTYPES[self.notes["dtype"]]
         merge_trained(self.config, dtype, self.folder.path, self.console)
+
+
+def _rewards(history: History) -> dict[str, dict[str, float]] | None:
+    """Of preference training, the held-out pairs' rewards before and after; else None."""
+    names = ("reward_accuracy", "reward_margin")
+    found = [
+        {name: line[name] for name in names} for line in history.of("eval") if names[0] in line
+    ]
+    return {"before": found[0], "after": found[-1]} if found else None
 
 
 def _has_samples(history: History, when: str) -> bool:
