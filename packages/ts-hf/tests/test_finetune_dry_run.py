@@ -108,7 +108,7 @@ def test_what_would_stop_the_run(begin: Callable[..., FinetuneConfig], tmp_path:
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     for changes, error, words in (
         ({"block_limit": "8KiB"}, OutOfBudgetError, "too small"),
-        ({"block_limit": "1MiB", "method": "full"}, OptionError, "no frozen weights"),
+        ({"block_limit": "8KiB", "method": "full"}, OutOfBudgetError, "too small"),
         ({"data": (str(tmp_path / "bad.jsonl"),)}, DataError, "line 1"),
         ({"seq_length": 4096}, OptionError, "2048 positions"),
         ({"lora_targets": ("nothing",)}, OptionError, "lora_targets"),

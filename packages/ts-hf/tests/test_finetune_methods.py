@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ PAIRS = [{"prompt": f"number {i}: ", "chosen": "good good", "rejected": "bad"} f
 def test_dpo(begin: Callable[..., FinetuneConfig], kernel: None) -> None:
     config = begin(PAIRS, method="dpo", accumulation=2, dpo_beta=0.5, block_limit="200KiB")
     printed = _run(config)
-    assert "log-probabilities of 20 pairs under the model as it is" in printed
+    assert re.search(r"log-probabilities of \d+ pairs under the model as it is", printed)
     before, after = _lines(config, "eval")
     assert before["loss"] == pytest.approx(math.log(2)) and before["reward_margin"] == 0
     assert after["loss"] < before["loss"] - 0.05

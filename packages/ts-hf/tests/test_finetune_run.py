@@ -363,8 +363,23 @@ def test_full_fine_tune(settings: Callable[..., FinetuneConfig]) -> None:
     before = load_file(Path(config.model) / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(model.state_dict()[name], before[name])
-    with pytest.raises(OptionError, match="hold no frozen weights"):
-        _run(settings(method="full", output=config.output + "-2"))
+
+
+def test_full_fine_tune_under_a_limit_gives_the_same(
+    settings: Callable[..., FinetuneConfig],
+) -> None:
+    plain = settings(method="full", block_limit=None, lr=1e-3, steps=3)
+    less = settings(
+        method="full", block_limit="400KiB", lr=1e-3, steps=3, output=f"{plain.output}-2"
+    )
+    assert _run(plain)[0] == _run(less)[0] == 0
+    memory = _results(less)["memory"]
+    assert 0 < len(memory["paged_blocks"]) < 6
+    assert memory["device"]["peak_allocated"] <= 400 << 10 < memory["block_bytes"]
+    wanted, found = (
+        load_file(Path(c.output) / "model" / "model.safetensors") for c in (plain, less)
+    )
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 def test_gradient_checkpointing_gives_the_same(settings: Callable[..., FinetuneConfig]) -> None:

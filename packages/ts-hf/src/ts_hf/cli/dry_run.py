@@ -86,16 +86,27 @@ def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -
 
 def _plan(config: FinetuneConfig, model: Any, device: str, dtype: str, stored: bool) -> list[str]:
     parameters = sum(p.numel() for p in model.parameters())
-    sizes, codec = _block_sizes(config, model, stored)
+    quantized, codec = _quantized(config, model, stored)
+    with torch.device("meta"):
+        trained = model if config.method == "full" else add_lora(config, model)
+    # What can leave the device: matrices, but not adapters.
+    sizes = [
+        int(
+            sum(
+                p.numel() * quantized.get(id(p), p.element_size())
+                for p in layer.parameters()
+                if p.dim() >= 2 and (config.method == "full" or not p.requires_grad)
+            )
+        )
+        for layer in find_decoder_layers(trained)
+    ]
     largest = f"{len(sizes)} layers of up to {format_bytes(max(sizes, default=0))}"
     lines = [
         f"{type(model).__name__}: {parameters:,} parameters, {largest} in {codec}; computed in "
         f"{dtype} on {device}",
     ]
     if config.block_limit_bytes is not None:
-        plan = plan_blocks(
-            [0 if config.method == "full" else size for size in sizes], config.block_limit_bytes
-        )
+        plan = plan_blocks(sizes, config.block_limit_bytes)
         lines.append(
             f"block_limit {format_bytes(config.block_limit_bytes)}: "
             f"{len(sizes) - len(plan.paged)} layers stay on the device, {len(plan.paged)} stream "
@@ -103,8 +114,6 @@ def _plan(config: FinetuneConfig, model: Any, device: str, dtype: str, stored: b
         )
     else:
         lines.append("no block_limit: layers stream if the device's free memory asks for it")
-    with torch.device("meta"):
-        trained = model if config.method == "full" else add_lora(config, model)
     count = sum(p.numel() for p in trained.parameters() if p.requires_grad)
     lines.append(
         f"{count:,} trained values; with fp32 moments, gradients and master weights about "
@@ -115,27 +124,17 @@ def _plan(config: FinetuneConfig, model: Any, device: str, dtype: str, stored: b
     return lines
 
 
-def _block_sizes(config: FinetuneConfig, model: Any, stored: bool) -> tuple[list[int], str]:
-    """(bytes of each decoder layer as it will be held, what it will be held in)."""
-    asked = "none" if config.method == "full" else config.quantize
-    codec = None
-    name = "full precision"
+def _quantized(config: FinetuneConfig, model: Any, stored: bool) -> tuple[dict[int, float], str]:
+    """(bytes per value of each weight that is quantized, by its id; what layers are held in)."""
     if stored:
-        name = "full precision (the checkpoint is stored quantized, and may be kept so)"
-    else:
-        codec = choose_codec(model, _load_options(config, asked), 0.85, LoadReport())
+        return {}, "full precision (the checkpoint is stored quantized, and may be kept so)"
+    asked = "none" if config.method == "full" else config.quantize
+    codec = choose_codec(model, _load_options(config, asked), 0.85, LoadReport())
+    if codec is None:
+        return {}, "full precision"
+    per_value = bytes_per_weight(codec, _load_options(config, codec))
     linear = quantizable_names(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    per_value = None if codec is None else bytes_per_weight(codec, _load_options(config, codec))
-    sizes = []
-    for layer in find_decoder_layers(model):
-        size = 0.0
-        for parameter in layer.parameters():
-            plain = parameter.numel() * parameter.element_size()
-            quantized = per_value is not None and names.get(id(parameter)) in linear
-            size += parameter.numel() * per_value if quantized and per_value else plain
-        sizes.append(int(size))
-    return sizes, codec or name
+    return {id(p): per_value for name, p in model.named_parameters() if name in linear}, codec
 
 
 def _load_options(config: FinetuneConfig, codec: str) -> WrapOptions:

@@ -61,7 +61,7 @@ def streaming_options(model: Any, limit_bytes: int | None, device: str) -> dict[
     the host device the pool is bounded as well, so going over the limit is an error there.
 
     Raises:
-        OptionError: the layers are trained themselves; only frozen weights stream.
+        OptionError: there is nothing that could stream.
         OutOfBudgetError: not even the slots fit; says what would.
     """
     if limit_bytes is None:
@@ -81,7 +81,7 @@ def plan_blocks(sizes: Sequence[int], limit_bytes: int) -> Plan:
     """Which decoder layers stream when their weights may take `limit_bytes` of device memory.
 
     Args:
-        sizes: bytes of frozen weights of each layer, as stored.
+        sizes: bytes of the weights of each layer that can stream, as stored.
         limit_bytes: for the layers that stay and the slots.
 
     Raises:
@@ -89,8 +89,7 @@ def plan_blocks(sizes: Sequence[int], limit_bytes: int) -> Plan:
     """
     if not any(sizes):
         raise OptionError(
-            "block_limit: the decoder layers hold no frozen weights that could stream. Use "
-            "method=lora, or leave block_limit out."
+            "block_limit: the decoder layers hold no weights that could stream. Leave it out."
         )
     plan = make_plan(
         ModelProfile(pageable=tuple(sizes), fixed_device=0, trained=0, host_state=0),
