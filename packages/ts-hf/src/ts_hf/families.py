@@ -3,7 +3,8 @@
 A family is found by the shape of the module tree, not by its name, so new models that follow a
 known layout need no entry. A package can add one of its own: entry point group
 `trainstream.models`, name = the config's `model_type`, an object with `API_VERSION = 1` and
-`find_blocks(model) -> list of modules`.
+`find_blocks(model) -> list of modules`; with `find_experts(model)` it tells of stacked experts that
+`ts_hf.experts` does not find.
 """
 
 from __future__ import annotations
