@@ -41,9 +41,14 @@ class OtherMemory(HostDevice):
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, rates: HardwareProfile, room: float, steps: int
+    monkeypatch: pytest.MonkeyPatch,
+    rates: HardwareProfile,
+    room: float,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> tuple[TinyModel, TrainingRecord, OtherMemory]:
-    model = tiny_model(depth=DEPTH, dropout=0.1)
+    model = tiny_model(depth=DEPTH, dropout=0.1, dtype=dtype)
     profile = model_profile(model, block_leaves(model, list(model.layers)), 8.0, 1 << 20)
     size = profile.pageable[0]
     device = OtherMemory()
@@ -55,13 +60,13 @@ def run(
         model,
         torch.optim.AdamW(trained, lr=1e-2),
         quantize="none",
-        offload=True,
         profile=False,
         host_arena=False,
         max_inflight_bytes=1 << 20,
         min_offload_bytes=1 << 9,
         vram_headroom=0.0,
         vram_limit=int(room * size + device.other),
+        **options,
     )
     device.session = model._trainstream_session
     device.first = len(device.session.plan.paged)
@@ -86,7 +91,7 @@ def test_it_settles_within_the_target_and_changes_no_bit(
     monkeypatch: pytest.MonkeyPatch, plain: TrainingRecord, rate: float, room: float
 ) -> None:
     rates = replace(TYPICAL_GPU, h2d=rate, d2h=rate, duplex=2 * rate)
-    model, record, device = run(monkeypatch, rates, room, 9)
+    model, record, device = run(monkeypatch, rates, room, 9, offload=True)
     assert plain.differences(record) == []
     report = memory_report(model)
     assert device.memory()["peak_allocated"] <= report["plan"]["target_vram"]
@@ -96,3 +101,37 @@ def test_it_settles_within_the_target_and_changes_no_bit(
     if rate == 1e3 and room < 40.0:  # streaming bounds the step: blocks before activations
         assert len(report["params"]["paged_blocks"]) < device.first
         assert any("activations are known" in event for event in report["events"])
+
+
+def test_when_everything_fits_the_device_optimizes_and_nothing_is_left_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, _ = run(monkeypatch, TYPICAL_GPU, 60.0, 9, attention=None)
+    session = model._trainstream_session
+    assert session.optimizer.resident, session.events
+    assert any("torch's fused AdamW from here on" in event for event in session.events)
+    assert session.pager is None and not session.adapting
+    for block in model.layers:
+        assert "forward" not in vars(block)
+        assert not (block._forward_hooks or block._forward_pre_hooks or block._backward_hooks)
+    with torch.no_grad():
+        before = [p.detach().clone() for p in model.parameters()]
+    train(model, session.optimizer, 1)
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert changed == [p.requires_grad for p in model.parameters()]
+
+
+def test_in_low_precision_the_optimizer_stays_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = run(monkeypatch, TYPICAL_GPU, 60.0, 5, torch.bfloat16)
+    session = model._trainstream_session
+    assert not session.optimizer.resident
+    assert any("parameters are bfloat16" in event for event in session.events), session.events
+
+
+def test_while_blocks_stream_the_optimizer_stays_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _, _ = run(monkeypatch, TYPICAL_GPU, 6.0, 9)
+    session = model._trainstream_session
+    assert not session.optimizer.resident
+    assert any("blocks stream" in e for e in session.events if e.startswith("offload"))
