@@ -1,7 +1,7 @@
 """How fast weights come to the device from where they are kept, against one plain copy.
 
     python packages/ts-core/benchmarks/sources.py [--device cuda] [--block-mib 256] [--blocks 6]
-        [--directory DIR]
+        [--threads 4] [--directory DIR]
 
 Blocks are loaded one after the other into two slots, as the pager does it, from page-locked memory
 ("memory"), pageable memory through the staging ring ("staged") and files, once with the system's
@@ -23,6 +23,7 @@ import torch
 from ts_core import _native
 from ts_core.device import resolve_device
 from ts_core.memory.arena import default_arena
+from ts_core.store import disk
 from ts_core.store.disk import DiskFile, DiskFolder
 from ts_core.store.sources import DiskSource, MemorySource, Source, StagedSource
 from ts_core.store.staging import Stager
@@ -88,14 +89,17 @@ def drop_cache(files: Sequence[DiskFile]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default=None, help="cuda, cuda:N or host")
-    parser.add_argument("--block-mib", type=int, default=256)
+    parser.add_argument("--block-mib", type=int, help="256 on a GPU, else 48")
     parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=disk.READ_THREADS, help="that read files")
     parser.add_argument("--directory", default=None, help="for the files; a temporary one if none")
     options = parser.parse_args()
+    disk.READ_THREADS = options.threads
 
     device = resolve_device(options.device)
     copies, arena = CopyEngine(device), default_arena()
-    size_bytes = options.block_mib * MIB
+    block_mib = options.block_mib or (256 if device.separate_memory else 48)
+    size_bytes = block_mib * MIB
     ring = SlotRing(device, size_bytes, 2)
     rows = [("plain copy", plain_copy(copies, size_bytes))]
 
@@ -125,7 +129,7 @@ def main() -> None:
             rows.append((f"disk, cached{way}", measure(copies, ring, on_disk)))
             stager.close()
         folder.close()
-    print(f"{device.torch_device}, {options.blocks} blocks of {options.block_mib} MiB")
+    print(f"{device.torch_device}, {options.blocks} blocks of {block_mib} MiB")
     for name, rate in rows:
         print(f"{name:28} {rate:6.2f} GB/s  {rate / rows[0][1]:5.0%} of a plain copy")
 
