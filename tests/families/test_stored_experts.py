@@ -83,6 +83,9 @@ def test_autograd_keeps_no_decoded_expert(
         loss = model(**token_batch(0, 1, 4)).loss
     assert kept and max(kept) < one
     loss.backward()
+    session = model._trainstream_session
+    decoded = session.experts.calls.decoded if paging else session.stored_experts._decoded
+    assert not decoded._values  # nor does anything stay after backward
 
 
 def test_gpt_oss_as_stored(adapted: Callable[..., Any], train_steps: Train) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ts_core.engine.experts_layer import StackAdapter, StackedExperts
+from ts_core.engine.runner import in_backward
 from ts_core.store.leaves import is_wrapper
 
 
@@ -125,10 +126,14 @@ def fold(values: Tensor, factors: Factors) -> Tensor:
 
 
 class Decoded:
-    """Decoded (or adapted) stacks and single experts: of each stack the last that was asked for."""
+    """Decoded (or adapted) stacks and single experts: of each stack the last that was asked for.
+
+    Nothing is kept beyond a backward.
+    """
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, int | None], Tensor] = {}
+        self._ends = False
 
     def get(self, stored: Tensor, stack: int, row: int | None, count: int | None = None) -> Tensor:
         """Values of a stored stack, or of one expert of it.
@@ -152,18 +157,23 @@ class Decoded:
                 part: Tensor = stored.stack_part(0, count).dequantize()  # type: ignore[attr-defined]
                 values = part.new_zeros(stored.shape)
                 values[:count] = part
-        self._values[(stack, row)] = values
-        return values
+        return self._keep((stack, row), values)
 
     def put(self, stack: int, values: Tensor) -> Tensor:
         """Keep an adapted stack in place of what was there of it."""
         self._drop(stack)
-        self._values[(stack, ADAPTED)] = values
-        return values
+        return self._keep((stack, ADAPTED), values)
 
     def find(self, key: tuple[int, int | None]) -> Tensor | None:
         """What is kept under `key`."""
         return self._values.get(key)
+
+    def _keep(self, key: tuple[int, int | None], values: Tensor) -> Tensor:
+        self._values[key] = values
+        if in_backward() and not self._ends:
+            self._ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        return values
 
     def _drop(self, stack: int) -> None:
         for other in [key for key in self._values if key[0] == stack]:
@@ -182,6 +192,7 @@ class Decoded:
 
     def clear(self) -> None:
         """Let the memory go."""
+        self._ends = False
         self._values.clear()
 
 

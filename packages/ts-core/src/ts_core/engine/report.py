@@ -27,7 +27,9 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks;
         bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
         disk_bytes, kept there, and disk_read_bytes),
-        activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes)
+        activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes),
+        experts (with moe_paging: layers, experts, host_bytes, slot_bytes, calls, picked, loads,
+        load_bytes, whole_bytes)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons).
 
