@@ -269,6 +269,22 @@ def test_adapters_on_stored_experts(
     torch.testing.assert_close(found_again, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_all_linear_on_a_mixture_of_experts(family: str, train_steps: Train) -> None:
+    """PEFT then adapts the stacked experts and the routers by itself."""
+    found = []
+    for options in ({"param_offload": False}, {"moe_paging": True, "param_offload": True}):
+        model = adapt(build(family, codec=None), target_modules="all-linear")
+        adapted = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert any("mlp.experts" in name for name in adapted)
+        assert any("mlp.gate" in name for name in adapted)
+        model, optimizer = ts_hf.wrap_hf(model, device="cpu", lr=1e-2, quantize="none", **options)
+        with inject_delays(3, max_ms=0.3):
+            found.append(train_steps(model, optimizer, 2))
+    assert_same(*found)
+
+
 def test_two_adapters_on_stacked_experts() -> None:
     base = build("mixtral", codec=None)
     model = adapt(base, name="one", **ON_EXPERTS)
