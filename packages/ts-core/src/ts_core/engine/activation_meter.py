@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ts_core.engine.activation_pages import PageStore
 from ts_core.engine.saved_tensors import PLAIN_TYPES
 from ts_core.schedule.activation_policy import BlockActivations
+from ts_core.store.leaves import is_wrapper
 
 _SIMPLE = (
     torch.Tensor,
@@ -33,6 +34,11 @@ class ActivationMeter:
     Args:
         count: blocks of the stack.
         store: tells what can be paged.
+
+    Attributes:
+        finished: blocks that were called.
+        broken: whether one of them raised.
+        sizes: per block, bytes of each of its pages.
     """
 
     def __init__(self, count: int, store: PageStore) -> None:
@@ -45,7 +51,7 @@ class ActivationMeter:
         # A weak reference keeps a storage's identity from being used again in this pass.
         self._seen: dict[int, StorageWeakRef] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
-        self._ranges: set[tuple[int, int, int]] = set()
+        self._ranges: dict[tuple[int, int, int], set[int]] = {}
         self._weights: set[int] = set()
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
@@ -96,9 +102,24 @@ class ActivationMeter:
             self._seen[storage._cdata] = StorageWeakRef(storage)
             self._saved[index] += storage.nbytes()
         covered = self._store.range_of(tensor)
-        if covered is not None and (storage._cdata, *covered) not in self._ranges:
-            self._ranges.add((storage._cdata, *covered))
+        if covered is None:
+            return
+        # What a block saves of its output is a page of the next one too, if that alone is paged.
+        # What more blocks share (a mask, say) is one page.
+        blocks = self._ranges.setdefault((storage._cdata, *covered), set())
+        if not blocks or (index not in blocks and index == min(blocks) + 1):
+            blocks.add(index)
             self.sizes[index].append(covered[1])
+
+
+def plain_tensors(blocks: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers of blocks, which are no activations, except wrapper subclasses."""
+    return [
+        tensor
+        for block in blocks
+        for tensor in (*block.parameters(), *block.buffers())
+        if not is_wrapper(tensor)
+    ]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -10,11 +10,8 @@ from torch import nn
 
 from ts_core.config import check_option
 from ts_core.device import Device, resolve_device
-from ts_core.engine.activations import (
-    ActivationOptions,
-    Activations,
-    check_activation_options,
-)
+from ts_core.engine.activation_options import ActivationOptions, check_activation_options
+from ts_core.engine.activations import Activations
 from ts_core.engine.runner import BlockRunner
 from ts_core.engine.session import ATTRIBUTE, EventLog
 from ts_core.errors import OptionError, StateError

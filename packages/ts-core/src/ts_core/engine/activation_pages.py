@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,23 @@ class BlockCall:
     def reached(self, _: torch.Tensor | None = None) -> None:
         """Backward has come to this call."""
         self.store.reach(self)
+
+
+@dataclass
+class Span:
+    """What to do with one call of a block.
+
+    Attributes:
+        mode: "keep", "offload" or "recompute".
+        call: of the page store.
+        observe: to be called with every saved tensor, while measuring.
+        watch_output: whether backward reaching the block's output starts a fetch.
+    """
+
+    mode: str
+    call: BlockCall
+    observe: Callable[[torch.Tensor], None] | None
+    watch_output: bool
 
 
 class PageStore:

@@ -7,20 +7,25 @@ are recomputed rather than paged. Policies change between forwards only.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from ts_core.config import WrapOptions
-from ts_core.device.base import Device, Timestamp
-from ts_core.engine.activation_meter import ActivationMeter, stateful_argument, tensors_in
-from ts_core.engine.activation_pages import BlockCall, PageStore
+from ts_core.device.base import Device
+from ts_core.engine.activation_meter import (
+    ActivationMeter,
+    plain_tensors,
+    stateful_argument,
+    tensors_in,
+)
+from ts_core.engine.activation_options import ActivationOptions
+from ts_core.engine.activation_pages import PageStore, Span
 from ts_core.engine.host_buffers import HostBuffers
 from ts_core.engine.saved_tensors import outer_checkpoint
+from ts_core.engine.step_times import StepTimes
 from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
@@ -39,7 +44,6 @@ from ts_core.schedule.activation_policy import (
 )
 from ts_core.schedule.activation_tuner import Fixed, RecomputeTuner, SlowdownTuner, Tuner
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
-from ts_core.store.leaves import is_wrapper
 from ts_core.transfer import CopyEngine
 
 # An input this much larger than the one that was measured is measured again.
@@ -48,82 +52,6 @@ _LARGER = 1.02
 _STEPS_TO_PEAK = 2
 _CORRECTIONS = 3
 _USE_OF_SLACK = 0.9
-
-
-@dataclass(frozen=True)
-class ActivationOptions:
-    """See wrap() for the first five and ActivationOffloader for the others.
-
-    `max_slowdown` of None: memory alone decides.
-    """
-
-    offload: Any = "auto"
-    recompute: Any = "auto"
-    min_bytes: int = 1 << 20
-    prefetch_depth: int = 1
-    headroom: float = 0.10
-    max_slowdown: float | None = None
-    calibrate_steps: int = 3
-    tune_window: int = 3
-    trials: bool = True
-
-    @property
-    def recompute_asked(self) -> Any:
-        """`recompute` with a list as a tuple."""
-        return tuple(self.recompute) if isinstance(self.recompute, list) else self.recompute
-
-    @property
-    def searches(self) -> bool:
-        """Whether anything is left to decide."""
-        return "auto" in (self.offload, self.recompute)
-
-
-def activation_options(config: WrapOptions) -> ActivationOptions:
-    """Those of wrap()."""
-    return ActivationOptions(
-        config.activation_offload,
-        config.recompute,
-        config.min_offload_bytes,
-        config.prefetch_depth,
-        config.vram_headroom,
-    )
-
-
-def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
-    """Refuse what a stack of `count` blocks cannot do.
-
-    Raises:
-        OptionError: a block that does not exist, or no blocks at all.
-    """
-    named = recompute if isinstance(recompute, list | tuple) else ()
-    beyond = [index for index in named if index >= count]
-    if beyond:
-        raise OptionError(
-            f"recompute names blocks {beyond}, but the model has {count}. Use indices from 0 to "
-            f"{count - 1}."
-        )
-    for name, value in (("activation_offload", offload), ("recompute", recompute)):
-        if count == 0 and value != "auto" and value:
-            raise OptionError(
-                f"{name}={value!r} needs a stack of blocks and none was found. Pass blocks=[...]."
-            )
-
-
-@dataclass
-class Span:
-    """What to do with one call of a block.
-
-    Attributes:
-        mode: "keep", "offload" or "recompute".
-        call: of the page store.
-        observe: to be called with every saved tensor, while measuring.
-        watch_output: whether backward reaching the block's output starts a fetch.
-    """
-
-    mode: str
-    call: BlockCall
-    observe: Callable[[torch.Tensor], None] | None
-    watch_output: bool
 
 
 class Activations:
@@ -168,8 +96,7 @@ class Activations:
         self._tuner: Tuner = Fixed(ActivationPolicy((KEEP,) * len(blocks)))
         self._corrections = 0
         self._passes = 0
-        self._mark: tuple[Timestamp, int] | None = None
-        self._intervals: deque[tuple[Timestamp, Timestamp, int]] = deque()
+        self._times = StepTimes(self._device)
         self._modes: list[str] = []
         self._moves = False
         self._weights: list[torch.Tensor] = []
@@ -280,13 +207,13 @@ class Activations:
             self._time_steps()
             self._look_at_peak()
         if not training:
-            self._mark = None
+            self._times.skip()
         if tuple(self._modes) != self._tuner.current.modes and self._meter is None:
             self._adopt(self._tuner.current)
         if training:
             self._look_at_input(args, kwargs)
         if self._meter is not None:
-            self._weights = self._find_weights()
+            self._weights = plain_tensors(self._blocks)
             self._meter.begin(self._weights)
         self.store.new_pass(self._weights if self._moves else ())
 
@@ -352,26 +279,17 @@ class Activations:
             self._device.reset_peak()
 
     def _say_how_it_begins(self) -> None:
-        options = self.options
-        autos = [
-            f"{name}='auto'"
-            for name, value in (
-                ("activation_offload", options.offload),
-                ("recompute", options.recompute),
-            )
-            if value == "auto"
-        ]
+        autos = self.options.autos_in_words()
         if not autos:
             return
-        if not self._device.separate_memory:
-            text = "other activations stay, since this device's memory is the host's"
-        else:
+        if self._device.separate_memory:
             counts = ", ".join(
                 f"{self._modes.count(mode)} {word}"
                 for mode, word in ((KEEP, "kept"), (OFFLOAD, "paged"), (RECOMPUTE, "recomputed"))
             )
-            text = f"the first training step measures ({counts}), then decides"
-        self._say(f"{', '.join(autos)}: {text}")
+            self._say(f"{autos}: the first training step measures ({counts}), then decides")
+        else:
+            self._say(f"{autos}: other activations stay, as this device's memory is the host's")
 
     def _finish_probe(self) -> None:
         """The forward before this one was the probe, if it ran to its end."""
@@ -475,15 +393,29 @@ class Activations:
 
     # -- changing the policy ------------------------------------------------------------------
 
-    def _adopt(self, policy: ActivationPolicy) -> None:
+    def _adopt(self, policy: ActivationPolicy, *, give_back: bool = False) -> None:
+        """Let the next forward run under `policy`, its host buffers carved and page-locked now.
+
+        Args:
+            policy: the new one.
+            give_back: host memory that it needs no more goes back to the system.
+        """
         self._set_modes(policy.modes)
         least = self.options.min_bytes
-        self._weights = [w for w in self._find_weights() if w.numel() * w.element_size() >= least]
+        self._weights = [
+            w for w in plain_tensors(self._blocks) if w.numel() * w.element_size() >= least
+        ]
         self._passes = 0
-        self._buffers.trim()
+        held = self._buffers.held_bytes
+        if held:
+            self._copies.synchronize()  # so that no copy keeps a buffer
+            self._buffers.trim()
+        if give_back:
+            self._arena.trim()
         if OFFLOAD in self._modes:
-            self._buffers.limit_bytes = self._ram_room()
             sizes = [size for index in self.offloaded_blocks for size in self._sizes[index]]
+            # What was held already may be held again, however little RAM is left.
+            self._buffers.limit_bytes = max(self._ram_room(), min(held, sum(sizes)))
             self._buffers.provide(sizes)
             self._floor.start()
         else:
@@ -502,25 +434,16 @@ class Activations:
     def _time_steps(self) -> None:
         """Give the tuner the times of finished steps; the device is never waited for."""
         if self._tuner.settled or self._meter is not None:
-            self._mark = None
-            self._intervals.clear()
+            self._times.clear()
             return
-        now = self._device.timestamp()
-        if self._mark is not None:
-            self._intervals.append((self._mark[0], now, self._mark[1]))
-        while self._intervals:
-            start, end, trial = self._intervals[0]
-            seconds = end.seconds_since(start)
-            if seconds is None:
-                break
-            self._intervals.popleft()
+        for seconds, trial in self._times.finished():
             if trial == self._tuner.trial:
                 self._tuner.observe(seconds)
         if self._tuner.settled:
             for reason in self._tuner.reasons:
                 self._say(f"activations: {reason}")
             self._decided((self._tuner.current.reasons or self._tuner.reasons)[-1])
-        self._mark = (now, self._tuner.trial)
+        self._times.begin(self._tuner.trial)
 
     def _look_at_peak(self) -> None:
         """Once settled: what the measured peak leaves beyond what was foreseen is room, too.
@@ -577,16 +500,5 @@ class Activations:
             self._corrections = 0
             self._tuner = Fixed(policy)
             self.decision = "half of the paged blocks recomputed, since RAM ran low"
-            self._copies.synchronize()  # so that no copy keeps a buffer
-            self._adopt(policy)
-            self._arena.trim()
+            self._adopt(policy, give_back=True)
         self._floor.rearm()
-
-    def _find_weights(self) -> list[torch.Tensor]:
-        """Plain tensors of the blocks that are no activations."""
-        return [
-            tensor
-            for block in self._blocks
-            for tensor in (*block.parameters(), *block.buffers())
-            if not is_wrapper(tensor)
-        ]

@@ -10,7 +10,8 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
-from ts_core.engine.activations import Activations, activation_options, check_activation_options
+from ts_core.engine.activation_options import activation_options, check_activation_options
+from ts_core.engine.activations import Activations
 from ts_core.engine.adapting import PlacementAdapter
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.blocks import find_blocks

@@ -1,0 +1,73 @@
+"""What a caller asks of the activations of a stack of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ts_core.config import WrapOptions
+from ts_core.errors import OptionError
+
+
+@dataclass(frozen=True)
+class ActivationOptions:
+    """See wrap() for the first five and ActivationOffloader for the others.
+
+    `max_slowdown` of None: memory alone decides.
+    """
+
+    offload: Any = "auto"
+    recompute: Any = "auto"
+    min_bytes: int = 1 << 20
+    prefetch_depth: int = 1
+    headroom: float = 0.10
+    max_slowdown: float | None = None
+    calibrate_steps: int = 3
+    tune_window: int = 3
+    trials: bool = True
+
+    @property
+    def recompute_asked(self) -> Any:
+        """`recompute` with a list as a tuple."""
+        return tuple(self.recompute) if isinstance(self.recompute, list) else self.recompute
+
+    @property
+    def searches(self) -> bool:
+        """Whether anything is left to decide."""
+        return "auto" in (self.offload, self.recompute)
+
+    def autos_in_words(self) -> str:
+        """The options left to "auto", as they were written."""
+        named = (("activation_offload", self.offload), ("recompute", self.recompute))
+        return ", ".join(f"{name}='auto'" for name, value in named if value == "auto")
+
+
+def activation_options(config: WrapOptions) -> ActivationOptions:
+    """Those of wrap()."""
+    return ActivationOptions(
+        config.activation_offload,
+        config.recompute,
+        config.min_offload_bytes,
+        config.prefetch_depth,
+        config.vram_headroom,
+    )
+
+
+def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
+    """Refuse what a stack of `count` blocks cannot do.
+
+    Raises:
+        OptionError: a block that does not exist, or no blocks at all.
+    """
+    named = recompute if isinstance(recompute, list | tuple) else ()
+    beyond = [index for index in named if index >= count]
+    if beyond:
+        raise OptionError(
+            f"recompute names blocks {beyond}, but the model has {count}. Use indices from 0 to "
+            f"{count - 1}."
+        )
+    for name, value in (("activation_offload", offload), ("recompute", recompute)):
+        if count == 0 and value != "auto" and value:
+            raise OptionError(
+                f"{name}={value!r} needs a stack of blocks and none was found. Pass blocks=[...]."
+            )
