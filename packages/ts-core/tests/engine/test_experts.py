@@ -220,3 +220,19 @@ def test_forwards_of_others_are_put_back() -> None:
     assert experts.__dict__["forward"] is counted and "forward" not in made.layers[1].__dict__
     made(torch.randn(3, WIDTH))
     assert len(calls) == 2
+
+
+def test_picks_come_to_the_host_behind_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the picks are read from a page-locked copy."""
+    made, _ = wrap(model(), device="cpu", quantize="none", moe_paging=True)
+    x = torch.randn(6, WIDTH)
+    with torch.no_grad():
+        expected = made(x)
+        session: Any = made._trainstream_session  # type: ignore[attr-defined]
+        monkeypatch.setattr(session.device, "separate_memory", True)
+        with inject_delays(4, max_ms=3.0, share=1.0):
+            assert torch.equal(made(x), expected)
+            assert memory_report(made)["transfers"]["d2h"]["copies"] == 3
+            monkeypatch.setattr(session.device, "host_wait", lambda event: None)
+            session.experts.calls._hit_h.zero_()
+            assert not torch.equal(made(x), expected)  # the delays are felt
