@@ -137,6 +137,13 @@ def test_paged_activations_leave_host_memory_free() -> None:
     assert any("activation_offload='auto'" in remedy for remedy in refused.remedies)
 
 
+def test_what_is_reported_is_the_budget_that_no_way_to_run_can_meet() -> None:
+    """Keeping activations lacks a little device memory; recomputing them lacks host memory."""
+    plan = make_plan(adapters_14b(), machine(11.2, 20))
+    assert not plan.fits and plan.failed == "host"
+    assert set(plan.activations) != {KEEP}
+
+
 def test_the_floor_of_host_memory_is_kept() -> None:
     model = ModelProfile((), host_state=3 * GIB)
     assert make_plan(model, machine(None, 4, host_floor=GIB)).fits

@@ -99,8 +99,8 @@ def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions)
 
 
 def _order(plan: Plan) -> tuple[float, ...]:
-    if not plan.fits:
-        return (1, plan.shortfall)
+    if not plan.fits:  # what fits the device and lacks host memory says what really is missing
+        return (1, plan.failed != "host", plan.shortfall)
     changed = sum(policy != KEEP for policy in plan.activations)
     return (0, plan.seconds.get("step", 0.0), len(plan.paged), changed)
 
@@ -173,7 +173,7 @@ def _with_policy(
         if plan.fits:
             return plan
         found.append(plan)
-    return min(found, key=lambda plan: plan.shortfall)
+    return min(found, key=_order)
 
 
 def _fewest_paged(case: Case, candidates: tuple[int, ...]) -> tuple[int, ...]:
