@@ -114,6 +114,8 @@ class Updates:
         Returns:
             The new buckets.
         """
+        if not (homes or self.storage.homes):
+            return []
         self.refuse_mid_step("moving weights")
         self.settle()
         before, self.storage.homes = self.storage.homes, dict(homes)
