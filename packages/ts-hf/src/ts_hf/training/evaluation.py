@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ts_hf.families import base_causal_lm
+from ts_hf.packing import IGNORED, PackedCollator
 from ts_hf.training.targets import TokenMean, count_targets
 
 
@@ -65,6 +67,8 @@ class EvaluationMixin:
         """As transformers.Trainer's; without logits when only the loss is asked for."""
         self._prediction_loss_only = bool(prediction_loss_only)
         self._weight = None
+        if self._token_mean is not None:
+            inputs = self._without_repeats(inputs)
         try:
             found = super().prediction_step(  # type: ignore[misc]
                 model, inputs, prediction_loss_only, ignore_keys
@@ -88,6 +92,23 @@ class EvaluationMixin:
             type(base_causal_lm(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         )
         return shifts
+
+    def _without_repeats(self: Any, inputs: Any) -> Any:
+        """The last batch of several processes, without the labels of rows that fill it up.
+
+        accelerate repeats rows of the beginning there; transformers drops them from what metrics
+        see. Packed batches keep them, since their rows are no longer the data's.
+        """
+        data = self.accelerator.gradient_state
+        labels = inputs.get("labels")
+        if not data.end_of_dataloader or data.remainder <= 0 or not torch.is_tensor(labels):
+            return inputs
+        if self.accelerator.num_processes == 1 or isinstance(self.data_collator, PackedCollator):
+            return inputs
+        own = data.remainder - self.accelerator.process_index * len(labels)
+        labels = labels.clone()
+        labels[max(own, 0) :] = IGNORED
+        return {**inputs, "labels": labels}
 
     def _weigh(self: Any, inputs: Mapping[Any, Any], num_items: Tensor | int | None) -> None:
         """Note what the loss of a batch of an evaluation counts, which `num_items` divided."""
