@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -390,7 +391,7 @@ def test_options_that_name_no_block() -> None:
             wrap(flat, device="host", **{name: True})
 
 
-GPU = {"device": "cuda", "depth": 6, "width": 256, "length": 256}
+GPU: dict[str, Any] = {"device": "cuda", "depth": 6, "width": 256, "length": 256}
 
 
 @pytest.mark.gpu
@@ -426,24 +427,34 @@ def test_missing_waits_are_caught_on_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
             activation_offload=True,
             recompute=False,
             delays=False,
-            **{**GPU, "max_inflight_bytes": 32 << 20},
+            **{**GPU, "max_inflight_bytes": 2 << 20},
         )
     assert expected.differences(broken) != []
 
 
+LARGE: dict[str, Any] = {**GPU, "depth": 12, "length": 2048}
+
+
 def peak_of(**options: Any) -> int:
-    """Most bytes allocated on the GPU in a step, once the policy has settled."""
-    model, _ = run(steps=6, delays=False, **{**GPU, "length": 1024, **options})
+    """Most bytes allocated on the GPU in a step of the large shape."""
+    model, _ = run(steps=2, delays=False, **LARGE, **options)
+    model._trainstream_session.optimizer.synchronize()
     model._trainstream_session.device.reset_peak()
-    tokens = torch.randint(0, 37, (2, 1024), device="cuda")
+    tokens = torch.randint(0, 37, (2, LARGE["length"]), device="cuda")
     model(tokens).backward()
     torch.cuda.synchronize()
-    return int(memory_report(model)["gpu"]["peak_allocated"])
+    peak = int(memory_report(model)["gpu"]["peak_allocated"])
+    model.zero_grad()
+    unwrap(model)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
 
 
 @pytest.mark.gpu
 def test_pages_and_recomputation_save_memory_on_the_gpu() -> None:
-    fixed = {"param_offload": False, "max_inflight_bytes": 1 << 20}
+    fixed = {"max_inflight_bytes": 1 << 20}
     kept = peak_of(activation_offload=False, recompute=False, **fixed)
     paged = peak_of(activation_offload=True, recompute=False, **fixed)
     recomputed = peak_of(activation_offload=False, recompute=True, **fixed)
@@ -455,9 +466,9 @@ def test_pages_and_recomputation_save_memory_on_the_gpu() -> None:
 @pytest.mark.parametrize("recompute", ["auto", False])
 def test_auto_trains_in_little_memory_on_the_gpu(recompute: Any) -> None:
     """A limit between what recomputing and what keeping everything needs."""
-    shape = {**GPU, "depth": 12, "length": 2048, "steps": 20, "delays": False}
-    kept = peak_of(activation_offload=False, recompute=False, depth=12, length=2048)
-    least = peak_of(activation_offload=False, recompute=True, depth=12, length=2048)
+    shape = {**LARGE, "steps": 60}
+    kept = peak_of(activation_offload=False, recompute=False)
+    least = peak_of(activation_offload=False, recompute=True)
     limit = int((least + 0.4 * (kept - least)) / 0.9) + (64 << 20)
     model, record = run(
         recompute=recompute,
@@ -465,6 +476,7 @@ def test_auto_trains_in_little_memory_on_the_gpu(recompute: Any) -> None:
         check_memory=False,
         max_inflight_bytes=16 << 20,
         min_offload_bytes=1 << 16,
+        delays=False,
         **shape,
     )
     assert resident(**shape).differences(record) == []
@@ -488,6 +500,7 @@ def test_auto_keeps_what_fits_on_the_gpu_and_leaves_no_hooks() -> None:
 def test_pages_make_no_host_wait_on_the_gpu(no_host_waits: Callable[[], None]) -> None:
     model, _ = run(
         steps=4,
+        accumulation=2,
         delays=False,
         activation_offload=True,
         recompute=[1],
@@ -496,5 +509,5 @@ def test_pages_make_no_host_wait_on_the_gpu(no_host_waits: Callable[[], None]) -
     tokens = torch.randint(0, 37, (2, 256), device="cuda")
     torch.cuda.synchronize()
     no_host_waits()
-    for _ in range(2):
+    for _ in range(2):  # one step's passes
         model(tokens).backward()
