@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,6 +137,35 @@ def test_dtypes_and_autocast(dtype: torch.dtype, policy: tuple[Any, Any]) -> Non
             activation_offload=offload, recompute=recompute, dtype=dtype, autocast=autocast
         )
         assert resident(dtype=dtype, autocast=autocast).differences(record) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_combinations(seed: int) -> None:
+    """Everything that may meet, drawn at random."""
+    rng = random.Random(seed)
+    shared: dict[str, Any] = {
+        "accumulation": rng.choice((1, 2, 3)),
+        "dtype": rng.choice((torch.float32, torch.bfloat16)),
+        "autocast": rng.choice((None, torch.bfloat16)),
+        "full": rng.random() < 0.4,
+        "depth": rng.choice((2, 5, 7)),
+        "length": rng.choice((3, 11)),
+        "call": rng.choice((None, None, out_of_order)),
+        "max_grad_norm": rng.choice((None, 0.3)),
+    }
+    if shared["call"] is not None:
+        shared["depth"] = 5
+    depth = shared["depth"]
+    _, record = run(
+        activation_offload=rng.choice((True, 0.5, 0.3)),
+        recompute=rng.choice((False, 0.4, rng.sample(range(depth), 2))),
+        param_offload=rng.choice((False, True, 0.5)),
+        prefetch_depth=rng.choice((1, 2, 5)),
+        min_offload_bytes=rng.choice((0, 300, 1000)),
+        max_inflight_bytes=rng.choice((1, 3000, 1 << 30)),
+        **shared,
+    )
+    assert resident(**shared).differences(record) == []
 
 
 @pytest.mark.parametrize("policy", [(True, False), (False, True)])
