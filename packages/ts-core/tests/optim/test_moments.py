@@ -115,13 +115,14 @@ def test_bytes_are_those_promised(lab: Any) -> None:
 def test_wrap_takes_a_moment_dtype_and_auto_follows_host_memory(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ts_core.engine import wrapping
+    from ts_core.engine import planning
 
     _, optimizer = wrap(lab.model(), moment_dtype="bf16", device="cpu")
     assert optimizer.moments == "bfloat16"
     trained = sum(p.numel() for p in lab.model().parameters())
+    monkeypatch.setattr(planning, "host_floor", lambda ram: 0)
     for per_value, expected in ((13, "float32"), (9, "bfloat16"), (7, "int8")):
-        monkeypatch.setattr(wrapping, "ram_available_bytes", lambda n=per_value: trained * n)
+        monkeypatch.setattr(planning, "ram_available_bytes", lambda n=per_value: trained * n)
         model, optimizer = wrap(lab.model(), device="cpu")
         assert optimizer.moments == expected
         said = any("moment_dtype='auto'" in e for e in model._trainstream_session.events)

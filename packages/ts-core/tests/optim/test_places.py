@@ -89,8 +89,16 @@ def test_missing_wait_on_the_devices_stream_is_caught(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Takes away the wait for a device update before its values are read: they are then old."""
+    from ts_core.optim.device_places import DevicePlace
     from ts_core.optim.read_guard import Flight
 
+    update = DevicePlace.update
+
+    def late(self: DevicePlace, *args: Any) -> Any:
+        time.sleep(0.02)
+        return update(self, *args)
+
+    monkeypatch.setattr(DevicePlace, "update", late)
     expected = trained(lab, "zero_copy", True)
     monkeypatch.setattr(Flight, "wait", lambda self: True)
     wrong = trained(lab, "zero_copy", True)

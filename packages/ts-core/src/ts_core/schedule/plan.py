@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -176,11 +177,15 @@ class Plan:
     remedies: tuple[str, ...] = ()
 
 
-def human(size_bytes: int) -> str:
-    """Bytes for a person: '1.50 GiB'."""
+def human(size_bytes: int, *, at_least: bool = False) -> str:
+    """Bytes for a person: '1.50 GiB'; with `at_least` rounded up, as a size that is enough."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+            return f"{size:.0f} {unit}" if unit == "B" else f"{_shown(size, at_least)} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{_shown(size, at_least)} GiB"
+
+
+def _shown(size: float, up: bool) -> str:
+    return f"{math.ceil(size * 100) / 100 if up else size:.2f}"

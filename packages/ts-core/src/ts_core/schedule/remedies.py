@@ -61,9 +61,9 @@ def find_remedies(
     device = _enough_device(model, machine, options, fits)
     host = _enough_host(model, machine, options, fits)
     if device is not None:
-        found.append(f"give it {human(device)} of device memory (vram_limit)")
+        found.append(f"give it {human(device, at_least=True)} of device memory (vram_limit)")
     if host is not None:
-        found.append(f"free host memory until {human(host)} are available")
+        found.append(f"free host memory until {human(host, at_least=True)} are available")
     if not found and machine.device_bytes is not None and machine.host_available is not None:
         device = _enough_device(model, replace(machine, host_available=None), options, fits)
         if device is not None:
@@ -71,8 +71,8 @@ def find_remedies(
             host = _enough_host(model, larger, options, fits)
             if host is not None:
                 found.append(
-                    f"give it {human(device)} of device memory (vram_limit) and free host memory "
-                    f"until {human(host)} are available"
+                    f"give it {human(device, at_least=True)} of device memory (vram_limit) and "
+                    f"free host memory until {human(host, at_least=True)} are available"
                 )
     return found
 
