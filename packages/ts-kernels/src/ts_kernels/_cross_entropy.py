@@ -20,7 +20,7 @@ from torch import Tensor
 from ts_kernels._adapted_head import AdaptedHead, LoraAdapter, adapter_grad, beside, check_adapter
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, Head, SubclassHead, Wanted, is_plain
+from ts_kernels._heads import DenseHead, Head, SubclassHead, Wanted, is_plain, settled
 from ts_kernels._library import define_op
 from ts_kernels._logprobs import token_logprobs
 from ts_kernels._precision import compute_dtype, matmul_dtype, scaled, without_autocast
@@ -176,6 +176,8 @@ def _loss_sum(
     options: Options,
     lora: LoraAdapter | None,
 ) -> Tensor:
+    weight = settled(weight)
+    bias = None if bias is None else settled(bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     targets = targets.reshape(-1)
     grad = torch.is_grad_enabled()

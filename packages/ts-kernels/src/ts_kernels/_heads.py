@@ -43,11 +43,27 @@ def is_plain(weight: Tensor) -> bool:
 
     Fake tensors, which stand for ordinary ones while torch.compile traces, count as ordinary.
     """
-    if type(weight) in (Tensor, torch.nn.Parameter):
+    if type(weight) in (Tensor, torch.nn.Parameter) or _reads_wait(weight):
         return True
     from torch._subclasses import FakeTensor
 
     return isinstance(weight, FakeTensor)
+
+
+def settled(weight: Tensor) -> Tensor:
+    """`weight` as an ordinary tensor, after whatever still writes its values.
+
+    A library that updates parameters in the background may change a parameter's class meanwhile to
+    a subclass of nn.Parameter that has `reads_wait = True` and whose operations wait. It is as
+    plain as before, so it must not depend on timing which kernel runs.
+    """
+    return weight.view_as(weight) if _reads_wait(weight) else weight
+
+
+def _reads_wait(weight: Tensor) -> bool:
+    return isinstance(weight, torch.nn.Parameter) and bool(
+        getattr(type(weight), "reads_wait", False)
+    )
 
 
 class DenseHead:

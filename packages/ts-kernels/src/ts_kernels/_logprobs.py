@@ -21,7 +21,7 @@ from ts_kernels._adapted_head import (
 )
 from ts_kernels._checks import check_head, check_options, check_targets
 from ts_kernels._chunks import Options, walk_chunks
-from ts_kernels._heads import DenseHead, Head, SubclassHead, Wanted, is_plain
+from ts_kernels._heads import DenseHead, Head, SubclassHead, Wanted, is_plain, settled
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._precision import compute_dtype, without_autocast
 from ts_kernels._targets import shifted
@@ -215,6 +215,8 @@ def token_logprobs(
     lora: LoraAdapter | None,
 ) -> Tensor:
     """[N] log-probability of each target, 0 for those ignored; hidden [N, D], targets [N]."""
+    weight = settled(weight)
+    bias = None if bias is None else settled(bias)
     lora_b = None
     if lora is not None:
         hidden, lora_b = beside(hidden, lora), lora.b

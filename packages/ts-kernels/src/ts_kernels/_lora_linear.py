@@ -11,7 +11,7 @@ from torch import Tensor
 from ts_kernels import reference
 from ts_kernels._backend import runs_eagerly
 from ts_kernels._bases import SubclassBase
-from ts_kernels._heads import is_plain
+from ts_kernels._heads import is_plain, settled
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._lora_math import Adapter, add_update_, gradients, uses_split
 from ts_kernels._precision import cast, compute_dtype, without_autocast
@@ -71,6 +71,8 @@ def lora_linear(
         >>> a, b = torch.randn(3, 8, requires_grad=True), torch.zeros(6, 3, requires_grad=True)
         >>> lora_linear(x, weight, a, b, scaling=2.0).sum().backward()
     """
+    weight, lora_a, lora_b = settled(weight), settled(lora_a), settled(lora_b)
+    bias = None if bias is None else settled(bias)
     _check(x, weight, lora_a, lora_b, bias)
     small = (x, lora_a, lora_b) if bias is None else (x, lora_a, lora_b, bias)
     eager = not torch.compiler.is_compiling() and runs_eagerly(*small)

@@ -141,7 +141,14 @@ _lock = threading.Lock()
 
 
 class ParameterInFlight(nn.Parameter):
-    """A parameter that is being updated; the first operation on it waits."""
+    """A parameter that is being updated; the first operation on it waits.
+
+    Attributes:
+        reads_wait: tells libraries that look at classes (ts-kernels) that it is an ordinary
+            parameter otherwise.
+    """
+
+    reads_wait = True
 
     @classmethod
     def __torch_function__(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ts_kernels import reference
-from ts_kernels._heads import is_plain
+from ts_kernels._heads import is_plain, settled
 from ts_kernels._rms_norm import rms_norm
 from ts_kernels.patching._check import (
     FORMULA_TOLERANCE,
@@ -39,6 +39,7 @@ class NormReplacement(Replacement):
         if len(args) != 1 or kwargs or not (self.active and is_plain(args[0]) and is_plain(weight)):
             return self.own(*args, **kwargs)
         eps: float = getattr(self.module, self.eps_name)
+        weight = settled(weight)
         return rms_norm(args[0], weight, eps, offset=self.offset, round_first=self.round_first)
 
 
