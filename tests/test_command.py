@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 
@@ -53,6 +55,41 @@ def test_own_command_that_is_not_installed_names_its_package(
     monkeypatch.setattr(registry, "commands", empty)
     assert cli.main([name]) == 2
     assert f"pip install '{package}>=0.8,<0.9'" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As in `trainstream doctor | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainstream", "--version"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode == cli.EXIT_BROKEN_PIPE
+    assert "Error" not in done.stderr
+
+
+def test_what_the_machine_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(number: int) -> None:
+        def load(*args: object) -> None:
+            raise OSError(number, os.strerror(number), "here/file")
+
+        monkeypatch.setattr(cli, "_build_parser", load)
+
+    refuse(errno.ENOSPC)
+    assert cli.main(["doctor"]) == cli.EXIT_ERROR
+    told = capsys.readouterr().err
+    assert told == "trainstream: error: here/file: No space left on device.\n"
+    refuse(errno.EINVAL)
+    with pytest.raises(OSError, match="here/file"):
+        cli.main(["doctor"])
 
 
 def test_without_ts_core_the_message_says_what_to_install() -> None:

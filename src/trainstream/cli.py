@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,13 @@ from trainstream._lazy import load
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # as the shell reports a program that SIGPIPE ended
+# What the machine refuses, and no fault of the program: told without a traceback.
+_OF_THE_MACHINE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EIO", "ENAMETOOLONG")
+    if hasattr(errno, name)
+}
 # Where trainstream's own commands live, for the hint when one is not installed.
 USUAL_PACKAGE = {
     "bench": "ts-bench",
@@ -35,9 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: the command's own, 2 for an error that trainstream raised on purpose
-        (printed as one plain message), 130 after Ctrl-C.
+        (printed as one plain message) or that files could not be written or read, 130 after
+        Ctrl-C, 141 when the reader of the output went away (`trainstream ... | head`).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a reader that has gone can be answered
+    except BrokenPipeError:
+        _discard_output()
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
     try:
         errors = load("ts_core.errors", "the trainstream command")
         registry = load("ts_core.registry", "the trainstream command").commands
@@ -53,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(run(args))
     except errors.TrainStreamError as error:
         return _fail(str(error))
+    except OSError as error:
+        if error.errno not in _OF_THE_MACHINE:
+            raise
+        place = "" if error.filename is None else f"{error.filename}: "
+        return _fail(f"{place}{error.strerror}.")
     except KeyboardInterrupt:
         print("trainstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -116,6 +143,19 @@ def _versions() -> str:
 
 def _escape(text: str) -> str:
     return text.replace("%", "%%")
+
+
+def _discard_output() -> None:
+    """What is still buffered for a reader that has gone would raise again at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(nowhere, stream.fileno())
+    finally:
+        os.close(nowhere)
 
 
 def _fail(message: str) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ts_core.errors import DataError
 from ts_hf.checkpoints import atomic
 from ts_hf.checkpoints.atomic import atomic_directory, clean_leftovers
 
@@ -34,6 +37,21 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         raise RuntimeError("boom")
     assert _content(target) == {"a": "kept"}
     assert [p.name for p in tmp_path.iterdir()] == ["thing"]
+
+
+def test_a_full_disk_is_told_as_such_whatever_the_library_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "thing"
+    with pytest.raises(OSError, match="No space left") as caught, atomic_directory(target):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(target))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(OSError, match="No space left"), atomic_directory(target):
+        raise RuntimeError("file write failed")
+    with pytest.raises(DataError, match="other"), atomic_directory(target):
+        raise DataError("other")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_killed_while_writing(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def test_flags_not_given_are_absent() -> None:
         ("lr", float("nan"), "lr=nan"),
         ("lr", float("inf"), "lr=inf"),
         ("lr", "nan", "lr=nan"),
+        ("lr", 10**400, "lr=inf"),
+        ("seed", 2**32, "seed=4294967296 is not accepted; expected 0 up to 2**32 - 1"),
         ("warmup", 1.5, "warmup=1.5"),
         ("epochs", 0, "epochs=0"),
         ("held_out_share", 0, "held_out_share=0.0 is not accepted; expected more than 0"),

@@ -280,6 +280,18 @@ def test_records_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
     assert train.notes[1].startswith("1 records are left out")
 
 
+def test_nothing_left_to_learn_says_why(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no record to train on: the data has one only"):
+        _rows([_jsonl(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})])
+    long = [{"prompt": "a" * 50, "completion": "b"}] * 4
+    with pytest.raises(DataError, match=r"seq_length=10 .* any of the 4 records to train on"):
+        _rows([_jsonl(tmp_path / "b.jsonl", *long)], held_out=_jsonl(tmp_path / "c.jsonl", *long))
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    train, _ = split_sources([_jsonl(tmp_path / "d.jsonl", pair)], None, 0.1, pairs=True)
+    with pytest.raises(DataError, match="no record to train on: the data has one only"):
+        prepare_pairs(train, Letters(), seq_length=9, wanted=1)
+
+
 def test_what_the_chat_template_refuses_is_named_by_line(tmp_path: Path) -> None:
     good = {"messages": [{"role": "user", "content": "hi"}]}
     bad = {"messages": [{"role": "nobody", "content": "hi"}]}
@@ -301,6 +313,7 @@ def test_messages_need_a_chat_template(tmp_path: Path, monkeypatch: pytest.Monke
         ('{"text": "a"', r"line 2: not valid JSON .*: \{\"text\": \"a\"$"),
         ("[1, 2]", r"line 2: expected a JSON object, found \[1, 2\] \(a list\)"),
         ("[" * 100_000, "line 2: n"),
+        ('{"text": "a", "text": "b"}', 'line 2: an object has the key "text" twice'),
         ('{"txt": "a"}', r"line 2: expected 'text', 'messages'.*found the keys \['txt'\]"),
         ("{}", "line 2: expected 'text', .*found no keys"),
         ('{"text": "  "}', r'line 2: .text. is empty \("  "\)'),
@@ -386,6 +399,11 @@ def test_sources_that_are_not_usable(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(DataError, match=r"blank\.txt holds only white space \(2 bytes\)"):
         read_documents([str(tmp_path / "blank.txt")])
+    (tmp_path / "list.json").write_text('[{"text": "a"}]')
+    (tmp_path / "table.csv").write_text("text\na\n")
+    for name in ("list.json", "table.csv"):
+        with pytest.raises(DataError, match=f"{name} seems to hold records"):
+            read_documents([str(tmp_path / name)])
     (tmp_path / "short.txt").write_text("ab")
     with pytest.raises(DataError, match="less than one row of 10"):
         _rows([str(tmp_path / "short.txt")])

@@ -131,6 +131,26 @@ def test_saved_and_reloaded(
     assert torch.equal(_logits(again), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_a_tied_head_trained_on_its_own_is_not_tied_in_the_saved_config(
+    checkpoint: Callable[..., Path], lora: Callable[..., Any]
+) -> None:
+    folder = checkpoint("llama", tie_word_embeddings=True)
+    model = lora(
+        ts_hf.load_model(folder, quantize=None, dtype=torch.float32),
+        target_modules=["q_proj"],
+        modules_to_save=["lm_head"],
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    wanted = _logits(model)
+    merged, report = ts_hf.merge_adapter(model, into="dequantized")
+    torch.testing.assert_close(_logits(merged), wanted, atol=1e-5, rtol=1e-4)
+    assert "two weights now" in report.table() and not merged.config.tie_word_embeddings
+
+
 # PEFT warns of exactly what is tested here.
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_tied_embeddings_survive(

@@ -216,6 +216,12 @@ def test_experts_are_counted_and_what_cannot_be_known_is_said(folder: Any) -> No
         ("{", "not valid JSON"),
         ('{"model_type": "no-such-model"}', "no-such-model"),
         ('{"model_type": "t5"}', "no causal language model"),
+        ('{"model_type": "llama", "hidden_size": "64"}', "values that do not fit: .*hidden_size"),
+        ('{"model_type": "llama", "hidden_size": 6, "num_attention_heads": 4}', "do not fit"),
+        (
+            '{"model_type": "llama", "hidden_size": -64, "head_dim": 16}',
+            "no causal language model .*RuntimeError",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said(tmp_path: Path, write: str | None, words: str) -> None:

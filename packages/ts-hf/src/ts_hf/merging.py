@@ -112,6 +112,7 @@ def merge_adapter(
             if hasattr(place.holder, "error_start"):
                 del place.holder.error_start
         result = model.unload()  # type: ignore[operator]
+        _untie_split(result, report)
         if into in (ORIGINAL, DEQUANTIZED):
             _plain(result, originals)
     return result, report
@@ -185,6 +186,13 @@ def _untie(base: Any, name: str, report: Any) -> None:
             if name in (key, source):
                 del tied[key]
     report.notes.append(f"{name} was tied to another weight; they are two weights now")
+
+
+def _untie_split(model: Any, report: Any) -> None:
+    """Weights that the config ties, of which one was trained on its own (modules_to_save)."""
+    for name, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
+        if model.get_parameter(name) is not model.get_parameter(source):
+            _untie(model, name, report)
 
 
 def _plain(model: nn.Module, originals: Originals | None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ts_core.errors import DataError
 from ts_hf.families import find_decoder_layers
-from ts_hf.skeleton import load_config, take_quantization_config
+from ts_hf.skeleton import BUILD_ERRORS, cannot_build, load_config, take_quantization_config
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -60,11 +60,8 @@ class ConfigReader:
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        except (ValueError, KeyError, OSError) as error:
-            raise DataError(
-                f"no causal language model can be made for architecture "
-                f"{getattr(config, 'model_type', '?')!r}: {error}"
-            ) from error
+        except BUILD_ERRORS as error:
+            raise DataError(cannot_build(config, error)) from error
         return model.train()
 
     def loss(self, model: nn.Module, batch: int, length: int) -> Tensor:

@@ -19,6 +19,10 @@ from ts_core.errors import DataError, OptionError
 # Options of from_config that are no fields of a config.
 _CONSTRUCTION_OPTIONS = ("attn_implementation", "experts_implementation")
 
+# What constructors raise at architectures that are no causal language model, and at numbers that
+# make no model (RuntimeError and TypeError: of torch, at sizes below zero and None).
+BUILD_ERRORS = (ValueError, KeyError, OSError, RuntimeError, TypeError, ZeroDivisionError)
+
 
 def load_config(
     source: str | Path | Any, *, trust_remote_code: bool, overrides: dict[str, Any]
@@ -29,6 +33,7 @@ def load_config(
         DataError: no readable config.json, or an architecture that transformers does not know.
         OptionError: an override names no field of this config.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(source, PretrainedConfig):
@@ -38,6 +43,9 @@ def load_config(
             raise DataError(f"{source} has no config.json, so the architecture is unknown.")
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except StrictDataclassError as error:
+            told = " ".join(str(error).split())
+            raise DataError(f"{source}/config.json has values that do not fit: {told}") from error
         except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
             raise DataError(_unknown_architecture(Path(source), error)) from error
     for name, value in overrides.items():
@@ -92,16 +100,22 @@ def build_skeleton(
     try:
         with torch.device("meta"):
             model: nn.Module = build()
-    except (ValueError, KeyError, OSError) as error:
-        raise DataError(
-            f"no causal language model can be made for architecture "
-            f"{getattr(config, 'model_type', '?')!r}: {error}"
-        ) from error
+    except BUILD_ERRORS as error:
+        raise DataError(cannot_build(config, error)) from error
     left = [name for module in model.modules() for name in _compute_buffers(model, module)]
     if left:
         _take_buffers_from_construction(model, build)
     _apply_fp32_rules(model, dtype)
     return model
+
+
+def cannot_build(config: Any, error: Exception) -> str:
+    """What to tell when no model can be made of a config: its first line is enough."""
+    first = (str(error).splitlines() or [""])[0]
+    return (
+        f"no causal language model can be made for architecture "
+        f"{getattr(config, 'model_type', '?')!r}: {type(error).__name__}: {first}"
+    )
 
 
 def owner_of(model: nn.Module, module: nn.Module) -> Any:

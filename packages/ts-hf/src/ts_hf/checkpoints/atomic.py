@@ -8,6 +8,7 @@ or the new one, and leftovers that `clean_leftovers` removes.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -15,6 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ts_core.errors import TrainStreamError
+
+_FULL = 1 << 20  # bytes; less than that is free on a disk that a write has just filled
 PARTIAL, REPLACED = ".partial-", ".replaced-"
 
 
@@ -24,6 +28,9 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
     When the block raises, the folder is removed and `target` is untouched. An existing `target`
     is replaced. File contents reach the disk before the rename (fsync).
+
+    Raises:
+        OSError: ENOSPC where the disk is full, whatever the library that wrote raised at it.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -34,8 +41,11 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         for path in aside.rglob("*"):
             _sync(path)
         _sync(aside)
-    except BaseException:
+    except BaseException as error:
+        full = _is_full(target.parent, error)
         shutil.rmtree(aside, ignore_errors=True)
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from error
         raise
     replaced = target.parent / f"{REPLACED}{target.name}"
     if target.exists():
@@ -71,6 +81,13 @@ def clean_leftovers(parent: Path) -> list[str]:
             shutil.rmtree(path)
             done.append(f"removed the half-written {path.name}")
     return done
+
+
+def _is_full(folder: Path, error: BaseException) -> bool:
+    """Whether `error`, of a library that does not raise OSError, came from a full disk."""
+    if not isinstance(error, Exception) or isinstance(error, (OSError, TrainStreamError)):
+        return False
+    return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < _FULL
 
 
 def _umask() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -210,11 +211,12 @@ def _coerce(default: Any, annotation: str, value: Any) -> Any:
     if isinstance(default, tuple):
         return tuple(value) if isinstance(value, (list, tuple)) else (value,)
     number = isinstance(default, float) or "float" in annotation
-    if number and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if number and isinstance(value, str):
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if number and (whole or isinstance(value, str)):
         try:  # YAML reads 1e-3 as a text
             return float(value)
         except ValueError:
             return value
+        except OverflowError:
+            return math.inf
     return value

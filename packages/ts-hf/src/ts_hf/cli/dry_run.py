@@ -19,6 +19,7 @@ from ts_hf.cli.finish import check_merge
 from ts_hf.cli.folder import RunFolder
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, plan_blocks
 from ts_hf.cli.model import add_lora, load_tokenizer, model_folder
+from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import for_loading
@@ -41,7 +42,7 @@ def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
     Raises:
         TrainStreamError: what would stop the run.
     """
-    console = console or Console()
+    console = console or PlainConsole()
     check_merge(config)
     run = RunFolder(config)
     device = pick_device(config.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ts_core.errors import OptionError, TrainStreamError
+from ts_core.errors import DataError, OptionError, TrainStreamError
 from ts_hf.adapters import save_adapter
 from ts_hf.checkpoints.atomic import atomic_directory
 from ts_hf.cli.model import load_tokenizer, model_folder
@@ -57,7 +57,7 @@ def merge_trained(config: FinetuneConfig, dtype: Any, output: Path, console: Con
         The folder.
 
     Raises:
-        TrainStreamError: as load_model and merge_adapter.
+        TrainStreamError: as load_model and merge_adapter; there is no adapter.
     """
     import torch
     from peft import PeftModel
@@ -65,6 +65,8 @@ def merge_trained(config: FinetuneConfig, dtype: Any, output: Path, console: Con
     from ts_hf.loading import load_model
     from ts_hf.merging import merge_adapter
 
+    if not (output / "adapter" / "adapter_config.json").is_file():
+        raise DataError(f"{output / 'adapter'} holds no adapter to merge. Put it back.")
     folder = model_folder(config)
     torch.manual_seed(config.seed)  # random_weights draws the same model again
     base = load_model(

@@ -41,7 +41,7 @@ class History:
         self.lines: list[dict[str, Any]] = []
         if file.is_file():
             for line in read_lines(file):
-                if line.get("step", 0) <= upto_step or line.get("kind") not in _REPEATED:
+                if line["step"] <= upto_step or line.get("kind") not in _REPEATED:
                     self.lines.append(line)
             content = "".join(json.dumps(line) + "\n" for line in self.lines)
             temporary = file.with_name(f".{file.name}.partial")
@@ -67,11 +67,11 @@ class History:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a history; the last one of a killed run, half written, is left out."""
+    """The lines of a history, without what is none: a killed run's last one is half written."""
     for text in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict):
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
             yield line

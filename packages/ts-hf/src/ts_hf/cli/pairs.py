@@ -12,7 +12,7 @@ from ts_core.errors import DataError
 from ts_hf.cli.chat import encode, split_answer
 from ts_hf.cli.problems import Problems, RecordError
 from ts_hf.cli.records import Pair
-from ts_hf.cli.rows import IGNORED, OPENINGS, PadCollator, Rows
+from ts_hf.cli.rows import IGNORED, OPENINGS, PadCollator, Rows, no_documents
 from ts_hf.cli.sources import Document
 
 SIDES = ("chosen", "rejected")
@@ -69,6 +69,8 @@ def prepare_pairs(
         if len(openings) < OPENINGS:
             openings.append(prompt)
     problems.raise_any()
+    if not documents:
+        raise DataError(no_documents(what))
     if not items:
         raise DataError(
             f"the data {what} has no pair whose prompt is shorter than seq_length={seq_length} "

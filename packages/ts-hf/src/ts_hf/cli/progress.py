@@ -42,7 +42,7 @@ class Interruption:
             raise KeyboardInterrupt
         self.asked = True
         self._console.print(
-            "[yellow]Ctrl-C: finishing this step and saving it; again to stop at once.[/yellow]"
+            "Ctrl-C: finishing this step and saving it; again to stop at once.", style="yellow"
         )
 
 

@@ -67,7 +67,7 @@ def parse_line(line: str, *, pairs: bool) -> Record:
         RecordError: it cannot be used; says what was found and what was expected.
     """
     try:
-        content = json.loads(line)
+        content = json.loads(line, object_pairs_hook=_once)
     except ValueError as error:
         raise RecordError(f"not valid JSON ({error}): {shown_line(line)}") from None
     except RecursionError:
@@ -75,6 +75,16 @@ def parse_line(line: str, *, pairs: bool) -> Record:
     if not isinstance(content, dict):
         raise RecordError(f"expected a JSON object, found {_found(content)}") from None
     return _pair(content) if pairs else _example(content)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; a key that is there twice would silently lose its first value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise RecordError(f"an object has the key {shown(twice[0])} twice. Keep one of them")
+    return found
 
 
 def _example(content: dict[str, Any]) -> Record:

@@ -15,6 +15,17 @@ from ts_hf.cli.history import History
 from ts_hf.sizes import format_bytes
 
 
+class PlainConsole(Console):
+    """Prints texts as they are: names of files may hold what looks like markup, and are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, emoji=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        """The error goes on to the command, where rich would end the program."""
+        raise
+
+
 def memory_by_tier(model: Any, block_limit: int | None) -> dict[str, Any]:
     """Bytes by tier of a wrapped model, from memory_report and the process."""
     from ts_core import memory_report

@@ -117,11 +117,30 @@ def prepare_rows(
     maker.make(documents, max(share, seq_length * wanted // max(1, len(documents))))
     maker.problems.raise_any()
     if not maker.rows:
-        raise DataError(
-            f"the data {what} has less than one row of {seq_length} tokens, in {len(documents)} "
-            f"document(s). Give more data, or a smaller seq_length."
-        )
+        raise DataError(_too_little(maker, documents, seq_length, what))
     return Rows(tuple(maker.rows), tuple(maker.openings), tuple(maker.notes()))
+
+
+def no_documents(what: str) -> str:
+    """What to tell when nothing is left for one side of the split."""
+    return (
+        f"there is no record {what}: the data has one only, and one is held out. Give more data, "
+        f"or name a held_out file."
+    )
+
+
+def _too_little(maker: _Maker, documents: Sequence[Document], length: int, what: str) -> str:
+    if not documents:
+        return no_documents(what)
+    if maker.without_labels:
+        return (
+            f"within seq_length={length} tokens, nothing is to be learned from any of the "
+            f"{maker.without_labels} records {what}. Use a larger seq_length, or give others."
+        )
+    return (
+        f"the data {what} has less than one row of {length} tokens, in {len(documents)} "
+        f"document(s). Give more data, or a smaller seq_length."
+    )
 
 
 class _Maker:

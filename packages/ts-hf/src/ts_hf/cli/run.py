@@ -29,7 +29,7 @@ from ts_hf.cli.history import History
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype
 from ts_hf.cli.model import load_for_training, load_tokenizer, model_folder
 from ts_hf.cli.progress import Interruption, ProgressCallback
-from ts_hf.cli.report import memory_by_tier, plot_run, print_report
+from ts_hf.cli.report import PlainConsole, memory_by_tier, plot_run, print_report
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.samples import generate, prompt_tokens
 from ts_hf.cli.settings import FinetuneConfig
@@ -69,7 +69,7 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
         raise OptionError(f"output={config.output!r} cannot be made: {error.strerror}.") from error
     try:
         with FileLock(output / "run.lock", timeout=0):
-            return _Run(config, console or Console()).run()
+            return _Run(config, console or PlainConsole()).run()
     except Timeout as error:
         raise StateError(
             f"another process is fine-tuning into {output} now. Wait for it, or use another output."
@@ -275,9 +275,13 @@ class _Run:
     # -- ends --------------------------------------------------------------------------------
 
     def _end(self, status: str, reason: str | None = None) -> None:
-        if self.history is not None:
-            step = max((line["step"] for line in self.history.of("step")), default=0)
+        if self.history is None:
+            return
+        step = max((line["step"] for line in self.history.of("step")), default=0)
+        try:
             self.history.add("end", step, status=status, reason=reason)
+        except OSError as error:  # it must not take the place of the reason
+            self.console.print(f"{self.history.file} cannot be written: {error.strerror}")
 
     def _interrupted(self) -> int:
         self._end("interrupted")

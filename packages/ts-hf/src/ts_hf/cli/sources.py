@@ -145,6 +145,7 @@ def _standard_library() -> list[Document]:
 def _read_file(file: Path, name: str, problems: Problems, *, pairs: bool) -> list[Document]:
     text = _decoded(file)
     if file.suffix != ".jsonl":
+        _refuse_tables(file, text)
         if pairs:
             raise DataError(
                 f"data: {file} is plain text; method=dpo learns from pairs in .jsonl files."
@@ -161,6 +162,17 @@ def _read_file(file: Path, name: str, problems: Problems, *, pairs: bool) -> lis
         except RecordError as error:
             problems.add(place, str(error))
     return found
+
+
+def _refuse_tables(file: Path, text: str) -> None:
+    """Records in another form than JSON lines would be learned as text, brackets and all."""
+    first = text.lstrip()[:1]
+    json_like = file.suffix in (".json", ".ndjson", ".jsonlines") and first in ("{", "[")
+    if json_like or file.suffix in (".csv", ".tsv"):
+        raise DataError(
+            f"data: {file} seems to hold records, which are read from .jsonl files: one JSON "
+            f"object in each line. Convert it, or call it .txt to learn it as it stands."
+        )
 
 
 def _decoded(file: Path) -> str:

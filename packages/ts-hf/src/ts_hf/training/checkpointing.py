@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, wait_for_everyone
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -190,3 +193,24 @@ def _check_complete(folder: Path, args: Any) -> None:
             f"checkpoint-N folder that was saved whole, or True for the last one in the output "
             f"folder."
         )
+    damaged = [path.name for path in sorted(folder.iterdir()) if _is_damaged(path)]
+    if damaged:
+        raise DataError(
+            f"{folder} is damaged: {', '.join(damaged)} cannot be read. Remove the folder to go on "
+            f"from the checkpoint before it."
+        )
+
+
+def _is_damaged(file: Path) -> bool:
+    """Whether a file of a checkpoint was cut off or overwritten, as far as its frame tells."""
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_bytes())
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                pass
+        elif file.suffix in (".pt", ".pth"):
+            return not zipfile.is_zipfile(file)
+    except (ValueError, SafetensorError):
+        return True
+    return False

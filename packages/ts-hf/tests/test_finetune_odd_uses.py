@@ -1,0 +1,116 @@
+"""`trainstream finetune` where names, files and disks are not as one would wish."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ts_core.errors import DataError
+from ts_hf.cli import run as run_module
+from ts_hf.cli.history import History, read_lines
+from ts_hf.cli.run import run_finetune
+from ts_hf.cli.settings import FinetuneConfig
+
+pytest.importorskip("peft", reason="the optional package peft is not installed")
+
+
+@pytest.fixture
+def settings(
+    tiny_llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., FinetuneConfig]:
+    """settings(**changes): a run of two steps on one text."""
+    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
+    monkeypatch.setattr(run_module, "plot_run", lambda *args: None)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over it. " * 40)
+
+    def make(**changes: Any) -> FinetuneConfig:
+        values: dict[str, Any] = {
+            "model": str(tiny_llm),
+            "data": (str(tmp_path / "text.txt"),),
+            "output": str(tmp_path / "out"),
+            "quantize": "none",
+            "seq_length": 16,
+            "steps": 2,
+            "eval_rows": 2,
+            "save_every": 1,
+            "device": "cpu",
+            "dtype": "float32",
+            "samples": 0,
+        }
+        return FinetuneConfig(**{**values, **changes})
+
+    return make
+
+
+def test_names_that_look_like_markup(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "a run [/b] [bold] :smile:"
+    assert run_finetune(settings(output=str(output))) == 0
+    assert f"saved: {output}/adapter" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_hide_behind_the_history(
+    settings: Callable[..., FinetuneConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    add = History.add
+
+    def full(self: History, kind: str, step: int, **values: Any) -> None:
+        if kind in ("step", "end"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{kind}.jsonl")
+        add(self, kind, step, **values)
+
+    monkeypatch.setattr(History, "add", full)
+    with pytest.raises(OSError, match=r"step\.jsonl"):
+        run_finetune(settings())
+    assert "history.jsonl cannot be written: No space left" in capsys.readouterr().out
+    monkeypatch.setattr(History, "add", add)
+    assert run_finetune(settings()) == 0  # with room again it goes on
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    assert run_finetune(settings()) == 0
+    output = tmp_path / "out"
+    (output / "results.json").unlink()
+    last = output / "checkpoints" / "checkpoint-2"
+    names = ("optimizer.pt", "trainer_state.json", "adapter_model.safetensors")
+    # What goes on is a run whose last step is not done: the checkpoint of step 1.
+    first = output / "checkpoints" / "checkpoint-1"
+    whole = {name: (first / name).read_bytes() for name in names}
+    shutil.rmtree(last)
+    for name in names:
+        (first / name).write_bytes(whole[name][: len(whole[name]) // 2])
+        with pytest.raises(DataError, match=f"checkpoint-1 is damaged: {name} cannot be read"):
+            run_finetune(settings())
+        (first / name).write_bytes(whole[name])
+    assert run_finetune(settings()) == 0
+
+
+def test_merging_without_the_adapter(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    assert run_finetune(settings(steps=1)) == 0
+    shutil.rmtree(tmp_path / "out" / "adapter")
+    with pytest.raises(DataError, match="holds no adapter to merge"):
+        run_finetune(settings(steps=1, merge="dequantized"))
+
+
+def test_lines_that_are_no_history_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    whole = json.dumps({"kind": "step", "step": 1, "loss": 2.0})
+    file.write_bytes(
+        b'{"kind": "step"}\n\xff\xfe\n[1]\n{"step": "x"}\n' + whole.encode() + b'\n{"k'
+    )
+    assert list(read_lines(file)) == [json.loads(whole)]
+    assert [line["step"] for line in History(file, upto_step=1).lines] == [1]
