@@ -141,9 +141,10 @@ class HostDevice(Device):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, HostStream)
         size_bytes = src.numel() * src.element_size()
+        to, from_ = dst.data_ptr(), src.data_ptr()  # a tensor without memory raises here
 
-        def work() -> None:
-            _native.copy_bytes(dst.data_ptr(), src.data_ptr(), size_bytes)
+        def work(_: tuple[torch.Tensor, torch.Tensor] = (dst, src)) -> None:
+            _native.copy_bytes(to, from_, size_bytes)
 
         stream.submit(work)
 

@@ -24,6 +24,7 @@ from ts_core.engine.experts_layer import ExpertLayer, Stack, picked_table
 from ts_core.engine.experts_slots import ExpertSlot, ExpertSlots, Picks, rows_for
 from ts_core.engine.runner import in_backward
 from ts_core.errors import DataError, StateError
+from ts_core.store.plain_mode import plain_mode
 
 
 class ExpertCall:
@@ -104,6 +105,7 @@ class ExpertCalls:
         self.decoded = Decoded()
         self._decoded_of: ExpertCall | None = None
 
+    @plain_mode
     def new_pass(self) -> None:
         """Before the model's forward: nothing copied before counts (the user may have written)."""
         self.forget()
@@ -117,6 +119,7 @@ class ExpertCalls:
         self.decoded.clear()
         self._decoded_of = None
 
+    @plain_mode
     def enter(self, call: ExpertCall) -> ExpertSlot:
         """The slot with the call's experts; in backward the layer before is fetched as well."""
         if self._decoded_of is not call:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.engine.activation_meter import tensors_in
 from ts_core.engine.activations import Activations
+from ts_core.engine.own_buffers import OwnBuffers
 from ts_core.engine.own_forward import OwnForward
 from ts_core.engine.saved_tensors import PLAIN_TYPES, saved_tensor_hooks
 from ts_core.schedule.plan import OFFLOAD, RECOMPUTE
@@ -118,8 +119,20 @@ class BlockRunner:
     ) -> Callable[..., Any]:
         """What checkpoint() calls: the block's forward, which its backward calls once more."""
         first = True
+        block = self._blocks[index]()
+        assert block is not None
+        buffers = OwnBuffers(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal first
+            if first:
+                output = run_once(*args, **kwargs)
+                buffers.check_written()
+                return output
+            with buffers.put_back():
+                return run_once(*args, **kwargs)
+
+        def run_once(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             watch = observe if first else None
             if not first and self._activations is not None:

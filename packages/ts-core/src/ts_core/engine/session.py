@@ -17,6 +17,7 @@ from ts_core.engine.activations import Activations
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_stored import StoredExperts
+from ts_core.engine.no_copies import NO_COPY, NoCopies
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
@@ -25,6 +26,7 @@ from ts_core.optim.resident import can_be_resident, device_bytes_needed
 from ts_core.schedule import Plan
 from ts_core.schedule.plan import human
 from ts_core.store import ImageStore, ParamPager, TrainedHome
+from ts_core.store.plain_mode import plain_mode
 from ts_core.transfer import CopyEngine
 
 if TYPE_CHECKING:
@@ -32,10 +34,6 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_trainstream_session"
 UPDATES_BEFORE_RESIDENCE = 2
-_NO_COPY = (
-    "a wrapped model cannot be copied or pickled, since it owns device memory and threads. "
-    "unwrap() it first, or save model.state_dict()."
-)
 
 
 class EventLog:
@@ -97,6 +95,7 @@ class TrainStreamSession:
         self.resident_reservation: Reservation | None = None
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
+        self._no_copies: NoCopies | None = None
 
     @property
     def adapting(self) -> bool:
@@ -135,6 +134,7 @@ class TrainStreamSession:
                 self.optimizer.synchronize()
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
+        @plain_mode
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
@@ -155,6 +155,7 @@ class TrainStreamSession:
 
         model.__dict__["zero_grad"] = zero_grad  # gradients that have left are dropped too
         self._model = weakref.ref(model)
+        self._no_copies = NoCopies([model, *self.blocks])
         self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
@@ -210,10 +211,10 @@ class TrainStreamSession:
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise StateError(_NO_COPY)
+        raise StateError(NO_COPY)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(_NO_COPY)
+        raise StateError(NO_COPY)
 
     def close(self) -> None:
         """Remove every hook and give the device memory back."""
@@ -226,6 +227,8 @@ class TrainStreamSession:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._no_copies is not None:
+            self._no_copies.remove()
         model = None if self._model is None else self._model()
         if model is not None:
             model.__dict__.pop("zero_grad", None)

@@ -24,6 +24,7 @@ from ts_core.engine.experts import (
 )
 from ts_core.engine.experts_store import run_stored
 from ts_core.engine.hosting import build_images
+from ts_core.engine.no_copies import refuses_copies
 from ts_core.engine.patches import apply_patches, patches_asked_for
 from ts_core.engine.placement import block_leaves, left_out, model_profile, move_resident
 from ts_core.engine.planning import (
@@ -252,9 +253,10 @@ def _check_state(
     if not isinstance(model, nn.Module):
         raise OptionError(f"model is a {type(model).__name__}. Pass a torch.nn.Module.")
     for module in model.modules():
-        if hasattr(module, ATTRIBUTE):
+        if hasattr(module, ATTRIBUTE) or refuses_copies(module):
             raise StateError(
-                "the model (or a part of it) is already wrapped. Call unwrap() on it first."
+                "the model, a part of it, or one that it is a part of, is already wrapped. Call "
+                "unwrap() on that first."
             )
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     if empty:

@@ -20,6 +20,7 @@ from ts_core.device.base import Event
 from ts_core.errors import StateError
 from ts_core.store.homes import DeferredLoad, TrainedHome
 from ts_core.store.images import BlockImage
+from ts_core.store.plain_mode import plain_mode
 from ts_core.store.saved_views import SavedView
 from ts_core.transfer import CopyEngine, Slot, SlotRing
 
@@ -69,6 +70,7 @@ class ParamPager:
         """Of the trained weights among those it moves."""
         return [home for image in self.images.values() for home in image.homes]
 
+    @plain_mode
     def enter(self, index: int, direction: int) -> None:
         """Called before a block computes, paged or not.
 
@@ -92,6 +94,7 @@ class ParamPager:
             if image is not None:
                 self._make_ready(image, keep)
 
+    @plain_mode
     def leave(self, index: int) -> None:
         """Called after a block's forward: outside it, its weights are those of the host image."""
         with self._lock:
@@ -99,6 +102,7 @@ class ParamPager:
             if image is not None and index in self._bound:
                 self._unbind(image)
 
+    @plain_mode
     def new_pass(self) -> None:
         """Called before the model's forward: load the first blocks, anew.
 
@@ -112,6 +116,7 @@ class ParamPager:
             for index in self.order[: len(self.ring.slots)]:
                 self._load(self.images[index], set())
 
+    @plain_mode
     def require(self, image: BlockImage) -> Slot:
         """The slot that holds `image`, loaded and waited for; for reads outside `enter`."""
         with self._lock:
@@ -123,6 +128,7 @@ class ParamPager:
                 )
             return self._ready_slot(image, {image.index})
 
+    @plain_mode
     def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
         """A handle for a tensor that views a slot; None for any other tensor."""
         slot = self.ring.slot_of(tensor)
@@ -150,6 +156,7 @@ class ParamPager:
             tensor._version,
         )
 
+    @plain_mode
     def release_all(self) -> None:
         """Bind every block to its host image, so that reads outside a step see stable values."""
         with self._lock:
@@ -179,6 +186,7 @@ class ParamPager:
             return []
         return [loading]
 
+    @plain_mode
     def invalidate(self, index: int) -> None:
         """The block's host image is about to be written: drop what a slot holds of it."""
         with self._lock:

@@ -54,6 +54,8 @@ class SlotRing:
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose memory `tensor` views, if any."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # of a transform (vmap, say), without memory
         return self._by_address.get(tensor.untyped_storage().data_ptr())
 
     def close(self) -> None:
