@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -76,6 +77,30 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (cli.EXIT_BROKEN_PIPE, "")
+
+
+def test_ctrl_c_that_comes_out_as_another_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes a ModuleNotFoundError of a KeyboardInterrupt in an import."""
+
+    def load(*args: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import") from None
+
+    monkeypatch.setattr(cli, "_build_parser", load)
+    assert cli.main(["doctor"]) == cli.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "trainstream: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def fail(*args: object) -> None:
+        raise ModuleNotFoundError("Could not import")
+
+    monkeypatch.setattr(cli, "_build_parser", fail)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["doctor"])
 
 
 def test_what_the_machine_refuses_is_one_line(

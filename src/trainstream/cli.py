@@ -10,7 +10,9 @@ import argparse
 import difflib
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,13 +52,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _run(arguments)
+            return _run_interruptibly(arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where a reader that has gone can be answered
     except BrokenPipeError:
         _discard_output()
         return EXIT_BROKEN_PIPE
+
+
+def _run_interruptibly(arguments: list[str]) -> int:
+    """`_run`, ended by Ctrl-C whatever the interrupted code makes of it.
+
+    transformers answers an interrupted import of its modules with a ModuleNotFoundError.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        pass
+    except Exception:
+        if not noted:
+            raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("trainstream: interrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
@@ -80,9 +113,6 @@ def _run(arguments: list[str]) -> int:
             raise
         place = "" if error.filename is None else f"{error.filename}: "
         return _fail(f"{place}{error.strerror}.")
-    except KeyboardInterrupt:
-        print("trainstream: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def _build_parser(registry: Any, errors: Any, arguments: list[str]) -> argparse.ArgumentParser:
