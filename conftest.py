@@ -12,6 +12,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# OpenMP threads that spin while they wait take the cores from streams, which are threads too; so
+# one thread for torch (TS_TEST_THREADS), and sleeping ones in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(int(os.environ.get("TS_TEST_THREADS", "2")))
+    torch.set_num_threads(int(os.environ.get("TS_TEST_THREADS", "1")))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
