@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ts_core.errors import DataError
+from ts_core.errors import DataError, NonFiniteError, OptionError
 from ts_hf.cli import run as run_module
+from ts_hf.cli.dry_run import dry_run
 from ts_hf.cli.history import History, read_lines
 from ts_hf.cli.run import run_finetune
 from ts_hf.cli.settings import FinetuneConfig
@@ -95,6 +96,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
             run_finetune(settings())
         (first / name).write_bytes(whole[name])
     assert run_finetune(settings()) == 0
+
+
+def test_a_last_update_that_breaks_the_weights_is_no_finished_run(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    with pytest.raises(NonFiniteError, match=r"held-out loss after training is nan.*lr=1e\+30"):
+        run_finetune(settings(steps=1, lr=1e30, warmup=0.0))
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_an_output_that_is_a_file(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> None:
+    config = settings(output=str(tmp_path / "text.txt"))
+    with pytest.raises(OptionError, match="is a file"):
+        dry_run(config)
+    with pytest.raises(OptionError, match="cannot be made"):
+        run_finetune(config)
 
 
 def test_merging_without_the_adapter(

@@ -353,6 +353,8 @@ def test_disk_offload_that_cannot_be(checkpoint: Callable[..., Path], tmp_path: 
         ts_hf.load_model(checkpoint("llama"), disk_offload=tmp_path / "file")
     with pytest.raises(OptionError, match="disk_offload=3"):
         ts_hf.load_model(checkpoint("llama"), disk_offload=3)
+    with pytest.raises(OptionError, match="disk_offload=''"):  # would be the present folder
+        ts_hf.load_model(checkpoint("llama"), disk_offload="")
 
 
 CODE = {

@@ -231,7 +231,7 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "error_iters": (lambda v: _is_int(v, 1), "an integer of at least 1"),
     "double_quant": _FLAG,
     "disk_offload": (
-        _optional(lambda v: isinstance(v, str) or hasattr(v, "__fspath__")),
+        _optional(lambda v: (isinstance(v, str) and v != "") or hasattr(v, "__fspath__")),
         "None or a directory",
     ),
     "moe_paging": _FLAG,

@@ -276,7 +276,9 @@ def _resolve(
 
 
 def _check_options(*, dtype: Any, ram_fraction: Any, disk_offload: Any) -> None:
-    if disk_offload is not None and not isinstance(disk_offload, (str, Path)):
+    if disk_offload is not None and (
+        not isinstance(disk_offload, (str, Path)) or disk_offload == ""
+    ):
         raise OptionError(f"disk_offload={disk_offload!r}: expected None or a directory.")
     if dtype not in DTYPES:
         raise OptionError(

@@ -24,11 +24,13 @@ class RunFolder:
 
     Raises:
         DataError: run.json is damaged.
-        OptionError: the folder holds a run with other settings; names them.
+        OptionError: it is a file, or the folder holds a run with other settings; names them.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
         self.path = Path(config.output)
+        if self.path.exists() and not self.path.is_dir():
+            raise OptionError(f"output={config.output!r} is a file. Name a folder.")
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
         self.results = self.path / "results.json"

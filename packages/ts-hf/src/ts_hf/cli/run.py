@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import math
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import NotAvailableError, OptionError, StateError
+from ts_core.errors import NonFiniteError, NotAvailableError, OptionError, StateError
 from ts_hf.cli.dataset import (
     check_lengths,
     check_tokens,
@@ -229,6 +230,12 @@ class _Run:
             after = float(measured[-1])
         else:
             after = self._measure(trainer, progress, "after", steps)
+        if not math.isfinite(after):
+            raise NonFiniteError(
+                f"the held-out loss after training is {after}: the last update made the weights "
+                f"unusable, and they are not saved. Use another output and a lower learning rate "
+                f"(lr={config.lr})."
+            )
         self._samples(trainer, tokenizer, prompts, "after", steps)
         self._finish(trainer, tokenizer, history, progress, steps, after)
         return 0
