@@ -198,7 +198,10 @@ class FinetuneConfig:
     save_every: int = _setting(50, "steps between checkpoints", _int(1), "an int >= 1")
     keep_checkpoints: int = _setting(2, "checkpoints to keep", _int(1), "an int >= 1")
     seed: int = _setting(
-        0, "seed of everything random", lambda v: _int(0)(v) and v < 2**32, "0 up to 2**32 - 1"
+        0,
+        "seed of everything random, below 2**32",
+        lambda v: _int(0)(v) and v < 2**32,
+        "0 up to 2**32 - 1",
     )
     dtype: str = _setting(
         "auto",
