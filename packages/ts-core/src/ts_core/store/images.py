@@ -137,7 +137,7 @@ class BlockImage:
                     f"streams; it requires a gradient now. unwrap() the model, unfreeze, and wrap "
                     f"it again."
                 )
-            now = leaf.get()
+            now = leaf.peek()
             replaced = now.data_ptr() != self._pointers[position]
             if not replaced and leaf.version() == self._versions[position]:
                 continue

@@ -34,11 +34,18 @@ class Leaf:
     trained: bool = False
 
     def get(self) -> torch.Tensor:
-        """The tensor that is there now, without waiting for an update in flight."""
+        """The tensor that is there, after an update of it that is still in flight."""
+        if self.attribute is None:
+            data: torch.Tensor = self.holder.data
+            return data
+        return self.peek()
+
+    def peek(self) -> torch.Tensor:
+        """`get` without waiting: the same memory, but an update may still write into it."""
         if self.attribute is None:
             with torch._C.DisableTorchFunctionSubclass():
-                data: torch.Tensor = self.holder.data
-            return data
+                now: torch.Tensor = self.holder.data
+            return now
         inner: torch.Tensor = getattr(self.holder, self.attribute)
         return inner
 
@@ -81,4 +88,5 @@ def _inner_leaves(name: str, wrapper: Any, owner: torch.Tensor) -> Iterator[Leaf
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a parameter really occupies, subclass or not."""
-    return sum(leaf.get().numel() * leaf.get().element_size() for leaf in tensor_leaves("", tensor))
+    found = [leaf.peek() for leaf in tensor_leaves("", tensor)]
+    return sum(inner.numel() * inner.element_size() for inner in found)
