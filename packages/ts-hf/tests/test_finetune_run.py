@@ -202,6 +202,7 @@ def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
 def test_ctrl_c_then_the_same_command_again(
     settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     whole = settings(output=settings().output + "-whole")
     assert _run(whole)[0] == 0
     config = settings()
