@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -246,3 +247,70 @@ class Big(Attends):
         parts = self.qkv(x).unflatten(-1, (3, 16, 128)).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_forwards_in_several_threads_put_back_their_own() -> None:
+    """They overlap without nesting: the first to begin is the first to end."""
+    usual = order()
+    models = [Attends(), Attends()]
+    begun = [threading.Event(), threading.Event()]
+    go_on = [threading.Event(), threading.Event()]
+    made = [choice("math", model, SeparateHost())[0] for model in models]
+    after: list[list[int]] = []
+
+    def hold(k: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            begun[k].set()
+            assert go_on[k].wait(30)
+
+        return hook
+
+    def forward(k: int) -> None:
+        models[k](torch.randn(2, 12, 16))
+        after.append(order())
+
+    for k, model in enumerate(models):
+        model.register_forward_pre_hook(hold(k))
+    threads = [threading.Thread(target=forward, args=(k,)) for k in range(2)]
+    for k, thread in enumerate(threads):
+        thread.start()
+        assert begun[k].wait(30)
+    for k, thread in enumerate(threads):
+        go_on[k].set()
+        thread.join(30)
+    assert [model.seen[0][0] for model in models] == [int(SDPBackend.MATH)] * 2
+    assert after[0] != usual and after[1] == usual
+    for one in made:
+        one.remove()
+
+
+def test_one_model_in_two_threads_keeps_what_each_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode of torch must be left by the thread that entered it, also when it ends first."""
+    monkeypatch.setattr(attention, "time_backends", lambda *_: {"torch": 0.0})
+    model, usual = Attends(), order()
+    made, said = choice("auto", model, SeparateHost())
+    begun, go_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def forward() -> None:
+        try:
+            model(torch.randn(2, 12, 16))
+        except BaseException as error:  # shown by the assertion below
+            errors.append(error)
+
+    thread = threading.Thread(target=forward)
+
+    def wait(module: nn.Module, args: Any) -> None:
+        if threading.current_thread() is thread:
+            begun.set()
+            assert go_on.wait(30)
+        else:
+            go_on.set()
+            thread.join(30)
+
+    model.register_forward_pre_hook(wait)
+    thread.start()
+    assert begun.wait(30)
+    model(torch.randn(2, 12, 16), position_ids=torch.arange(12))
+    assert errors == [] and len(said) == 1 and order() == usual
+    made.remove()

@@ -8,11 +8,12 @@ that both use the same kernel.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device
+from ts_core.engine.attention_order import attention_order
 from ts_core.engine.own_forward import OwnForward
+from ts_core.engine.runner import in_backward
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -35,6 +38,13 @@ BACKENDS = {
 WORTH_MS = 0.2
 GAIN = 0.95
 _TRIALS = 5
+
+
+class _Entered(threading.local):
+    """What forwards of the calling thread have opened and not closed yet."""
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[Any]] = []
 
 
 class AttentionChoice:
@@ -65,7 +75,7 @@ class AttentionChoice:
         if asked == "auto" and not self._undecided:
             say("attention='auto': torch's own order, as there is no GPU to time")
         self._order: list[SDPBackend] | None = None
-        self._entered: list[AbstractContextManager[Any]] = []
+        self._here = _Entered()
         self._handles: list[RemovableHandle] = []
         self._forwards: list[OwnForward] = []
         self._left_out: set[str] = set()
@@ -83,23 +93,23 @@ class AttentionChoice:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             plain = kwargs.get("attention_mask") is None and kwargs.get("position_ids") is None
-            context: AbstractContextManager[Any] = nullcontext()
+            context: AbstractContextManager[Any] = attention_order(None)
             if plain and self._undecided and module.training:
                 context = _FirstShape(self._decide)
             elif plain:
                 order = self._order_now()
-                context = self._context(order)
+                context = attention_order(order)
                 if module.training and torch.is_grad_enabled():
                     self._order = order
             elif module.training and torch.is_grad_enabled():
                 self._order = None
             context.__enter__()
-            self._entered.append(context)
+            self._here.contexts.append(context)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self._entered:
-                self._entered.pop().__exit__(None, None, None)
+            if self._here.contexts:
+                self._here.contexts.pop().__exit__(None, None, None)
 
         self._handles.append(
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -110,7 +120,7 @@ class AttentionChoice:
 
     def again(self) -> AbstractContextManager[Any]:
         """The order of the last training forward, for what backward computes again."""
-        return self._context(self._order)
+        return attention_order(self._order)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -124,9 +134,6 @@ class AttentionChoice:
     def report(self) -> dict[str, Any]:
         """For memory_report()."""
         return {"mode": self.mode, "backend": self.backend, "timings_ms": dict(self.timings_ms)}
-
-    def _context(self, order: list[SDPBackend] | None) -> AbstractContextManager[Any]:
-        return nullcontext() if order is None else sdpa_kernel(order, set_priority=True)
 
     def _order_now(self) -> list[SDPBackend] | None:
         """The order under the determinism asked for now."""
@@ -169,7 +176,7 @@ def _again(
     choice: weakref.ref[AttentionChoice], own: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     here = choice()
-    if here is None or torch._C._current_graph_task_id() == -1:
+    if here is None or not in_backward():
         return own(*args, **kwargs)
     with here.again():
         return own(*args, **kwargs)

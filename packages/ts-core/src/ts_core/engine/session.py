@@ -139,9 +139,9 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
                     self.optimizer.drop_failed_backward()
-                    if self.adapter is not None and not torch.compiler.is_compiling():
+                    if self.adapter is not None:
                         self.adapter.between_steps()
-                if not self.optimizer.guard_params or torch.compiler.is_compiling():
+                if not self.optimizer.guard_params:
                     self.optimizer.synchronize()
             if self.runner is not None:
                 self.runner.new_pass(args, kwargs)
