@@ -214,6 +214,9 @@ def test_experts_are_counted_and_what_cannot_be_known_is_said(folder: Any) -> No
     [
         (None, "neither a folder nor a config.json"),
         ("{", "not valid JSON"),
+        ("[1]", "holds list where the fields of a config"),
+        ("{}", "has None as its model_type"),
+        ('{"model_type": ["llama"]}', "Is it the config of a model"),
         ('{"model_type": "no-such-model"}', "no-such-model"),
         ('{"model_type": "t5"}', "no causal language model"),
         ('{"model_type": "llama", "hidden_size": "64"}', "values that do not fit: .*hidden_size"),

@@ -129,6 +129,26 @@ def test_wrap_takes_a_moment_dtype_and_auto_follows_host_memory(
         assert said == (expected != "float32")
 
 
+def test_auto_counts_the_host_copies_of_weights_on_a_device(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trained weight on a GPU has a copy in host memory: its image, or where threads write."""
+    from ts_core.config import WrapOptions
+    from ts_core.device import HostDevice
+    from ts_core.engine import planning
+
+    model = lab.model().to("meta")  # stands for a GPU: not in host memory
+    trained = sum(p.numel() for p in model.parameters())
+    device, config = HostDevice(), WrapOptions.from_keywords({})
+    for per_value, alone, copied in ((17, "float32", "float32"), (15, "float32", "bfloat16")):
+        monkeypatch.setattr(planning, "ram_available_bytes", lambda n=per_value: trained * n)
+        for separate, expected in ((False, alone), (True, copied)):
+            device.separate_memory = separate
+            said: list[str] = []
+            found = planning.choose_moments(model, None, config, said.append, device)
+            assert (found, bool(said)) == (expected, expected != "float32")
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_a_state_dict_loads_back_into_its_own_optimizer(lab: Any, kind: str) -> None:
     model, twin = lab.model(), lab.model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -69,6 +70,39 @@ def test_fits_and_says_where_blocks_live(
     for words in ("host memory", "while loading", "tokens/s", "assumed rates", "paged through"):
         assert words in text
     assert "DOES NOT FIT" not in text
+
+
+def test_with_everything_trained_no_format_of_frozen_weights_is_named(
+    tiny_reader: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = ("--vram", "2GiB", "--ram", "16GiB")
+    assert run("small", *machine) == 0
+    assert "frozen weights of the blocks: full precision" in capsys.readouterr().out
+    assert run("small", *machine, "--full") == 0
+    assert "frozen weights" not in capsys.readouterr().out
+    assert run("small", *machine, "--full", "--quantize", "int8") == 0
+    text = capsys.readouterr().out
+    assert "frozen weights" not in text and "--quantize int8 changes nothing" in text
+    assert run("small", *machine, "--full", "--quantize", "int8", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["quantize"] is None
+
+
+class GoneReader(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    flush = write  # type: ignore[assignment]
+
+
+def test_a_reader_that_goes_away_is_told_to_the_command(
+    tiny_reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich, too, would end the program with status 1 (`trainstream plan MODEL | head`)."""
+    monkeypatch.setattr(sys, "stdout", GoneReader())
+    with pytest.raises(BrokenPipeError):
+        run("small", "--vram", "2GiB", "--ram", "16GiB")
 
 
 def test_does_not_fit_and_says_what_would(

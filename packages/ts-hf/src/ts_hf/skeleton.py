@@ -193,7 +193,17 @@ def _unknown_architecture(folder: Path, error: Exception) -> str:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as broken:
         return f"{file} is not valid JSON: {broken}. Fetch it again."
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        return (
+            f"{file} holds {type(fields).__name__} where the fields of a config (a JSON object) "
+            f"are expected. Fetch it again."
+        )
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        return (
+            f"{file} has {model_type!r} as its model_type, which must name an architecture, as "
+            f'"llama". Is it the config of a model?'
+        )
     return (
         f"{file}: transformers {transformers.__version__} cannot make a config of architecture "
         f"{model_type!r} ({type(error).__name__}: {str(error).splitlines()[0]}). Use a newer "

@@ -82,8 +82,13 @@ def choose_moments(
     optimizer: torch.optim.Optimizer | None,
     config: WrapOptions,
     log: EventLog,
+    device: Device,
 ) -> str:
-    """How optimizer moments are kept: as asked, or the most precise that host memory holds."""
+    """How optimizer moments are kept: as asked, or the most precise that host memory holds.
+
+    Beside them stand gradients and fp32 copies, and a copy of each trained weight that is on a
+    device with memory of its own: the image of one that streams, or where host threads write.
+    """
     if config.moment_dtype != "auto":
         kind = checks.moment_kind(config.moment_dtype)
         checks.mode(config.optimizer_mode, kind, None)
@@ -93,8 +98,12 @@ def choose_moments(
     if config.optimizer_mode in ("gpu", "hybrid"):
         return "float32"
     available = ram_available_bytes()
+    copies = 0
+    if device.separate_memory:  # weights that are in host memory now are no longer available there
+        away = (p for p in model.parameters() if p.requires_grad and p.device.type != "cpu")
+        copies = sum(p.numel() * p.element_size() for p in away)
     for kind in MOMENT_KINDS:
-        needed = model_profile(model, (), bytes_per_value(kind)).host_state
+        needed = model_profile(model, (), bytes_per_value(kind)).host_state + copies
         if needed <= available:
             if kind != "float32":
                 log(

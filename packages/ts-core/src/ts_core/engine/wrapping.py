@@ -94,7 +94,7 @@ def wrap(
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
-        moments = choose_moments(model, optimizer, config, log)
+        moments = choose_moments(model, optimizer, config, log, device)
         in_flight = gradients_in_flight(optimizer, config)
         codec = choose_codec(
             model, blocks, device, config, log, moments, in_flight, experts, optimizer

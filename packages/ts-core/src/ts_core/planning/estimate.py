@@ -236,8 +236,11 @@ def plan_training(
         training.moments,
         () if _fits_quickly(described, machine, config, training) else _others(source, training),
     )
-    loading = _loading_bytes(described, codec, config)
     notes = list(described.notes)
+    if codec is not None and not any(count for count, _ in described.weights):
+        notes.append(f"--quantize {codec} changes nothing: no weight of the blocks is frozen")
+        codec = None
+    loading = _loading_bytes(described, codec, config)
     fits = plan.fits
     if machine.host_available is not None and loading > _LOADING_SHARE * machine.host_available:
         fits = False

@@ -37,8 +37,9 @@ def render(outcome: Outcome) -> list[list[Piece]]:
         [(f"{outcome.model}  ", "bold"), (size, "")],
         [(f"{outcome.training.in_words()}  ", ""), verdict],
     ]
-    stored = outcome.codec or "full precision"
-    lines.append([(f"frozen weights of the blocks: {stored}", "")])
+    if outcome.training.rank is not None:
+        stored = outcome.codec or "full precision"
+        lines.append([(f"frozen weights of the blocks: {stored}", "")])
     lines += [[], *_blocks(outcome), []]
     lines += _memory("device memory", plan.predicted)
     lines += [[], *_memory("host memory", plan.host)]
@@ -129,6 +130,11 @@ def show(lines: list[list[Piece]], file: Any = None) -> None:
         for line in lines:
             print("".join(text for text, _ in line), file=file)
         return
-    console = Console(file=file, highlight=False, soft_wrap=True)
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # to the command; rich would end the program with status 1
+
+    console = Output(file=file, highlight=False, soft_wrap=True)
     for line in lines:
         console.print(Text.assemble(*line) if line else "")
