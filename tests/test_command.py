@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -144,3 +145,61 @@ def test_module_runs_as_the_command() -> None:
     )
     assert done.returncode == 0
     assert done.stdout.startswith("trainstream 0.8.0 (ts-core 0.8.0")
+
+
+WAITING = """
+import os, sys
+from trainstream import cli
+cli._build_parser = lambda *args: print(os.environ.get("OMP_WAIT_POLICY")) or sys.exit(0)
+if sys.argv[1] == "late":
+    import types
+    sys.modules["torch"] = types.ModuleType("torch")
+cli.main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "command", "environment", "wanted"),
+    [
+        ("early", "plan", {}, "PASSIVE"),
+        ("early", "plan", {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ("early", "plan", {"GOMP_SPINCOUNT": "7"}, "None"),
+        ("early", "bench", {}, "None"),
+        ("late", "plan", {}, "None"),
+    ],
+)
+def test_threads_sleep_while_they_wait(
+    when: str, command: str, environment: dict[str, str], wanted: str
+) -> None:
+    chosen = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    others = {name: value for name, value in os.environ.items() if name not in chosen}
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING, when, command],
+        env={**others, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == f"{wanted}\n", done.stderr
+
+
+def test_import_warnings_of_libraries_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(*args: object) -> None:
+        torchao = logging.getLogger("torchao")
+        torchao.warning("Failed to load %s: no", "/site-packages/torchao/_C_cutlass_90a.abi3.so")
+        torchao.warning("Failed to load the weights")
+        logging.getLogger("torch.utils._pytree").warning(
+            "%s is an Enum subclass. Calling register_constant() on Enum subclasses is deprecated",
+            "KernelPreference",
+        )
+        sys.exit(0)
+
+    monkeypatch.setattr(cli, "_build_parser", load)
+    with pytest.raises(SystemExit):
+        cli.main(["doctor"])
+    assert caplog.messages == ["Failed to load the weights"]
+    logging.getLogger("torchao").warning("Failed to load /torchao/_C: %s", "shown again")
+    assert len(caplog.messages) == 2

@@ -18,6 +18,8 @@ from typing import Any
 
 import trainstream
 from trainstream._lazy import load
+from trainstream._quiet import without_import_warnings
+from trainstream._threads import wait_asleep
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -79,7 +81,8 @@ def _run_interruptibly(arguments: list[str]) -> int:
     if ours:
         signal.signal(signal.SIGINT, note)
     try:
-        return _run(arguments)
+        with without_import_warnings():
+            return _run(arguments)
     except KeyboardInterrupt:
         pass
     except Exception:
@@ -93,6 +96,8 @@ def _run_interruptibly(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if _asked(arguments) != "bench":  # measured with what scripts have by default
+        wait_asleep()
     try:
         errors = load("ts_core.errors", "the trainstream command")
         registry = load("ts_core.registry", "the trainstream command").commands
@@ -127,7 +132,7 @@ def _build_parser(registry: Any, errors: Any, arguments: list[str]) -> argparse.
     )
     parser.add_argument("--version", action="version", version=f"trainstream {_versions()}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    asked = next((word for word in arguments if not word.startswith("-")), None)
+    asked = _asked(arguments)
     if asked is None:
         for name in registry.names():
             subparsers.add_parser(name, help=_escape(_help(registry, name)))
@@ -149,6 +154,11 @@ def _build_parser(registry: Any, errors: Any, arguments: list[str]) -> argparse.
     command.configure(chosen)
     chosen.set_defaults(_run=command.run)
     return parser
+
+
+def _asked(arguments: list[str]) -> str | None:
+    """The name of the command."""
+    return next((word for word in arguments if not word.startswith("-")), None)
 
 
 def _help(registry: Any, name: str) -> str:
