@@ -257,7 +257,13 @@ def _test_installed(
 def demo(session: nox.Session) -> None:
     """Fine-tune SmolLM2-135M with LoRA on a 4-bit base that streams under a byte limit."""
     _environment(session, demo=True)
-    _run(session, "-m", "trainstream", "finetune", "--demo", *session.posargs)
+    # Ctrl-C reaches the command as well, which saves what it has: it is not to be killed meanwhile.
+    session.run(
+        *(str(PYTHON), "-m", "trainstream", "finetune", "--demo", *session.posargs),
+        external=True,
+        interrupt_timeout=None,
+        terminate_timeout=None,
+    )
 
 
 @nox.session(venv_backend="none")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,24 @@ import pytest
 import torch
 
 from ts_core.errors import DataError
+from ts_hf.cli.dataset import make_rows, told_rows
 from ts_hf.cli.packed import BinCollator, pack_rows
 from ts_hf.cli.pairs import PairCollator, prepare_pairs, with_reference
 from ts_hf.cli.records import Text
 from ts_hf.cli.rows import IGNORED, PadCollator, Rows, prepare_rows, split_sources
+from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import read_documents, split_documents
+
+
+@pytest.fixture
+def begin_like(tmp_path: Path) -> Callable[..., FinetuneConfig]:
+    """begin_like(source, **changes): settings of rows of 40 tokens."""
+
+    def make(source: str, **changes: Any) -> FinetuneConfig:
+        values: dict[str, Any] = {"seq_length": 40, "batch_size": 2, "eval_rows": 4}
+        return FinetuneConfig(data=(source,), **{**values, **changes})
+
+    return make
 
 
 class Letters:
@@ -513,3 +528,57 @@ def test_packing_takes_as_many_records_as_fill_the_rows(tmp_path: Path) -> None:
     rows = prepare_rows(documents, Letters(), seq_length=20, wanted=5, share=80, full_rows=True)
     assert len(rows) == 10  # of 10 tokens each
     assert len(pack_rows(rows, 20)) == 5
+
+
+def test_what_the_chat_template_refuses_is_told_in_the_order_of_the_file(
+    tmp_path: Path, begin_like: Callable[..., FinetuneConfig]
+) -> None:
+    """Records are trained on in an order of their own, and some are held out."""
+
+    class Strict(Letters):
+        def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
+            if "bad" in messages[0]["content"]:
+                raise ValueError("no bad words")
+            return super().apply_chat_template(messages, **options)
+
+    records = [
+        {"messages": [{"role": "user", "content": "bad" if n % 2 else f"good {n}"}]}
+        for n in range(60)
+    ]
+    config = begin_like(_jsonl(tmp_path / "data.jsonl", *records))
+    documents = split_sources(config.data, None, config.held_out_share)
+    with pytest.raises(DataError, match="30 records cannot be used") as caught:
+        make_rows(config, documents, Strict())
+    numbers = [int(found) for found in re.findall(r"data.jsonl, line (\d+):", str(caught.value))]
+    assert numbers == list(range(2, 42, 2)) and "and 10 more" in str(caught.value)
+
+
+def test_the_rows_of_a_part_say_of_how_many(
+    tmp_path: Path, begin_like: Callable[..., FinetuneConfig]
+) -> None:
+    records = [{"prompt": "ab", "completion": f"{n:04d}"} for n in range(201)]
+    source = _jsonl(tmp_path / "data.jsonl", *records)
+
+    def told(source: str, **changes: Any) -> tuple[Rows, list[str]]:
+        config = begin_like(source, **changes)
+        documents = split_sources(config.data, None, config.held_out_share)
+        train, held_out = make_rows(config, documents, Letters())
+        return train, told_rows(config, train, held_out)
+
+    train, lines = told(source, steps=10)
+    held_out = 201 - (train.of or 0)
+    assert (len(train), held_out > 10) == (20, True)
+    assert lines[0].startswith(
+        f"20 of {201 - held_out} rows to train on (140 tokens), 4 of {held_out}"
+    )
+    assert lines[1].startswith("steps=10 of 2 rows") and "epochs=1 reads all" in lines[1]
+    train, lines = told(source, epochs=1.0)
+    assert lines[0].startswith(f"{201 - held_out} rows to train on") and len(lines) == 1
+    packed, lines = told(source, steps=3, packing=True)
+    wanted = (201 - held_out) * len(packed) / (6 * 40 // 7 + 1)
+    assert packed.estimated and packed.of == pytest.approx(wanted, abs=2)
+    folder = _folder(tmp_path, 40, length=400)
+    train, lines = told(str(folder), steps=10)
+    assert train.estimated and f"20 of about {train.of} rows" in lines[0]
+    everything, lines = told(str(folder), steps=10_000)
+    assert everything.of is None and train.of == pytest.approx(len(everything), abs=1)

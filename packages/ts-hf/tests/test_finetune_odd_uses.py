@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ from typing import Any
 import pytest
 
 from ts_core.errors import DataError, NonFiniteError, OptionError
+from ts_hf.cli import model as model_module
 from ts_hf.cli import run as run_module
 from ts_hf.cli.dry_run import dry_run
+from ts_hf.cli.folder import RunFolder
 from ts_hf.cli.history import History, read_lines
+from ts_hf.cli.progress import Interruption, ProgressCallback
+from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.run import run_finetune
 from ts_hf.cli.settings import FinetuneConfig
 
@@ -132,3 +137,84 @@ def test_lines_that_are_no_history_are_left_out(tmp_path: Path) -> None:
     )
     assert list(read_lines(file)) == [json.loads(whole)]
     assert [line["step"] for line in History(file, upto_step=1).lines] == [1]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_ctrl_c_before_the_first_step_stops_at_once(
+    turned: bool,
+    settings: Callable[..., FinetuneConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While the model is loaded; transformers may make another error of it in an import."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
+    def load(*args: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if turned:
+                raise ModuleNotFoundError("Could not import module") from None
+            raise
+
+    monkeypatch.setattr(run_module, "load_for_training", load)
+    assert run_finetune(settings()) == run_module.INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "nothing is kept" in printed and "finishing this step" not in printed
+    assert not (tmp_path / "out" / "run.json").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_in_the_samples_before_training(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def generate(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run_module, "generate", generate)
+    assert run_finetune(settings(samples=1)) == run_module.INTERRUPTED
+    lines = list(read_lines(tmp_path / "out" / "history.jsonl"))
+    assert not [line for line in lines if line["kind"] == "step"]
+    assert (lines[-1]["kind"], lines[-1]["status"]) == ("end", "interrupted")
+
+
+def test_a_signal_that_python_dropped_stops_before_the_next_step() -> None:
+    interruption = Interruption(PlainConsole())
+    with interruption.watch(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    callback = ProgressCallback(PlainConsole(), History(Path("unused")), interruption, lambda: 0)
+    with pytest.raises(KeyboardInterrupt):
+        callback.on_step_begin(None, None, None)
+
+
+@pytest.mark.parametrize("content", ["", '{"held_out_l', "[]"])
+def test_results_that_are_empty_or_cut_off(
+    content: str, settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    run = RunFolder(settings())
+    assert not run.finished()
+    run.path.mkdir()
+    run.results.write_text(content)
+    assert not run.finished()
+    (told,) = run.tidy()
+    assert "results.json was damaged and is removed" in told and not run.results.exists()
+    run.results.write_text('{"held_out_loss": {}}')
+    assert run.finished() and run.tidy() == []
+
+
+@pytest.mark.parametrize("start", [dry_run, run_finetune])
+def test_ranks_that_are_too_large(
+    start: Any, settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = r"lora_rank=1000000000 is not accepted.*expected 1 to 64\..*values \(.*of free RAM"
+    with pytest.raises(OptionError, match=wanted):
+        start(settings(lora_rank=10**9))
+    monkeypatch.setattr(model_module, "ram_available_bytes", lambda: 2 << 20)
+    with pytest.raises(OptionError, match=r"lora_rank=40 is not .*expected 1 to \d\d\..*2\.0 MiB"):
+        start(settings(lora_rank=40))
+    monkeypatch.setattr(model_module, "ram_available_bytes", lambda: 20 << 20)
+    if start is dry_run:
+        assert start(settings(lora_rank=40)) == 0

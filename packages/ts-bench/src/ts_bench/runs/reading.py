@@ -138,7 +138,15 @@ def read_run(path: Path, name: str | None = None) -> Run:
             f"version of ts-bench that belongs to the ts-hf that wrote it."
         )
     results_file = path / "results.json"
-    results = _json(results_file) if results_file.is_file() else {}
+    results = {}
+    if results_file.is_file():
+        try:
+            results = _json(results_file)
+        except DataError as error:
+            raise DataError(
+                f"{error} Run the same `trainstream finetune` command again: it writes the file "
+                f"again from the last checkpoint."
+            ) from error
     lines, unreadable = _lines(path / "history.jsonl")
     return Run(path, name or path.name, notes, lines, results, unreadable)
 

@@ -9,6 +9,7 @@ from typing import Any
 from ts_core.errors import DataError, OptionError
 from ts_hf.cli.packed import BinCollator, pack_rows
 from ts_hf.cli.pairs import PairCollator, prepare_pairs
+from ts_hf.cli.problems import Problems
 from ts_hf.cli.rows import PadCollator, Rows, prepare_rows
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import Document
@@ -23,23 +24,28 @@ def make_rows(
         DataError: too little data; records that the chat template refuses, by file and line.
         OptionError: packing of pairs.
     """
-    length = config.seq_length
+    length, problems = config.seq_length, Problems()
     wanted = config.steps * config.batch_size * config.accumulation
     if config.epochs is not None:
         wanted = sys.maxsize
     if config.method == "dpo":
         if config.packing:
             raise OptionError("packing=true: pairs (method=dpo) are not packed. Leave it out.")
-        return (
-            prepare_pairs(documents[0], tokenizer, seq_length=length, wanted=wanted),
+        pairs = (
+            prepare_pairs(
+                documents[0], tokenizer, seq_length=length, wanted=wanted, problems=problems
+            ),
             prepare_pairs(
                 documents[1],
                 tokenizer,
                 seq_length=length,
                 wanted=config.eval_rows,
                 what="held out",
+                problems=problems,
             ),
         )
+        problems.raise_any()
+        return pairs
     train = prepare_rows(
         documents[0],
         tokenizer,
@@ -48,6 +54,7 @@ def make_rows(
         share=4 * length,
         assistant_only=config.assistant_only,
         full_rows=config.packing,
+        problems=problems,
     )
     held_out = prepare_rows(
         documents[1],
@@ -57,10 +64,28 @@ def make_rows(
         share=length,
         assistant_only=config.assistant_only,
         what="held out",
+        problems=problems,
     )
+    problems.raise_any()
     if config.packing:
         return pack_rows(train, length), pack_rows(held_out, length)
     return train, held_out
+
+
+def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows) -> list[str]:
+    """How much of the data a run reads, and what was noticed about it, in words."""
+    what = "pairs" if config.method == "dpo" else "rows"
+    told = [
+        f"{train.counted()} {what} to train on ({train.tokens:,} tokens), {held_out.counted()} "
+        f"held out ({held_out.tokens:,} tokens)"
+    ]
+    if train.of is not None:
+        per_step = config.batch_size * config.accumulation
+        told.append(
+            f"steps={config.steps} of {per_step} {what} read no more of the data than that; "
+            f"epochs=1 reads all of it"
+        )
+    return [*told, *train.notes]
 
 
 def check_lengths(config: FinetuneConfig, model_config: Any) -> None:

@@ -14,11 +14,11 @@ from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.memory.ram import ram_available_bytes
 from ts_hf.budget import choose_codec
 from ts_hf.cli.config import to_yaml
-from ts_hf.cli.dataset import check_lengths, check_tokens, make_rows, planned_steps
+from ts_hf.cli.dataset import check_lengths, check_tokens, make_rows, planned_steps, told_rows
 from ts_hf.cli.finish import check_merge
 from ts_hf.cli.folder import RunFolder
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, plan_blocks
-from ts_hf.cli.model import add_lora, load_tokenizer, model_folder
+from ts_hf.cli.model import add_lora, check_rank, load_tokenizer, model_folder
 from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
@@ -55,6 +55,8 @@ def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
     model_config = load_config(folder, trust_remote_code=False, overrides={})
     stored = take_quantization_config(model_config)
     check_lengths(config, model_config)
+    if config.method != "full":
+        check_rank(config, model_config)
     train, held_out = make_rows(config, documents, tokenizer)
     check_tokens(train, held_out, model_config)
     model = build_skeleton(model_config, DTYPES[dtype], trust_remote_code=False, options={})
@@ -78,10 +80,8 @@ def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -
     what = "pairs" if config.method == "dpo" else "rows"
     return [
         f"{len(documents[0])} documents or records to train on, {len(documents[1])} held out",
-        f"{len(train)} {what} ({train.tokens:,} tokens), {len(held_out)} held out "
-        f"({held_out.tokens:,} tokens)",
+        *told_rows(config, train, held_out),
         f"{steps} steps of {per_step} {what}: {steps * per_step / len(train):.2f} passes over them",
-        *train.notes,
     ]
 
 
@@ -145,7 +145,7 @@ def _load_options(config: FinetuneConfig, codec: str) -> WrapOptions:
 
 
 def _output(config: FinetuneConfig, run: RunFolder) -> str:
-    if run.results.is_file():
+    if run.finished():
         return f"{run.path} holds this run, finished; the command would do nothing more"
     checkpoint = last_checkpoint(run.checkpoints)
     if run.begun and checkpoint is not None:

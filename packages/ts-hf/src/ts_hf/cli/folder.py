@@ -55,7 +55,26 @@ class RunFolder:
         """Tidy up after a process that was killed here; what was done, in words."""
         if not self.begun:
             self.history.unlink(missing_ok=True)  # of a run that never came to train
-        return clean_leftovers(self.path)
+        told = clean_leftovers(self.path)
+        if self.results.is_file() and not self.finished():
+            self.results.unlink()
+            told.append(
+                f"{self.results} was damaged and is removed; it is written again from the last "
+                f"checkpoint"
+            )
+        return told
+
+    def finished(self) -> bool:
+        """Whether results.json says that the run is done.
+
+        One that is empty or cut off (a disk that was full, a power failure) says nothing: the run
+        is finished again from its last checkpoint.
+        """
+        try:
+            results = json.loads(self.results.read_bytes())
+        except (FileNotFoundError, ValueError):
+            return False
+        return isinstance(results, dict) and "held_out_loss" in results
 
     def keep(self, **values: Any) -> None:
         """Add notes to run.json."""
@@ -82,5 +101,8 @@ def _read(file: Path) -> dict[str, Any]:
 def write_json(file: Path, content: Any) -> None:
     """Write `content` so that `file` is always a whole one."""
     temporary = file.with_name(f".{file.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())  # else a power failure may leave the name with nothing in it
     os.replace(temporary, file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,18 @@ from typing import Any
 import torch
 
 from ts_core.errors import DataError, NotAvailableError, OptionError
+from ts_core.memory.ram import ram_available_bytes
 from ts_hf.checkpoints.locate import resolve_folder
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import for_loading
 from ts_hf.demo_model import NAME as DEMO_MODEL
 from ts_hf.demo_model import cache_folder, demo_model_folder
 from ts_hf.loading import load_model
+from ts_hf.sizes import format_bytes
+from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config
+
+_ALWAYS_FITS = 16  # up to this rank adapters are small beside any model: not worth a look
+_BYTES_PER_VALUE = 16  # fp32 weight, gradient and two moments
 
 
 def model_folder(config: FinetuneConfig, *, weights: bool = True) -> Path:
@@ -78,6 +86,10 @@ def load_for_training(config: FinetuneConfig, folder: Path, dtype: torch.dtype) 
     Raises:
         TrainStreamError: as load_model; adapters that cannot be made.
     """
+    if config.method != "full":
+        plain = load_config(folder, trust_remote_code=False, overrides={})
+        take_quantization_config(plain)
+        check_rank(config, plain)
     model = load_model(
         folder,
         quantize="none" if config.method == "full" else config.quantize,
@@ -90,6 +102,46 @@ def load_for_training(config: FinetuneConfig, folder: Path, dtype: torch.dtype) 
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
     return model
+
+
+def check_rank(config: FinetuneConfig, model_config: Any) -> None:
+    """Refuse adapters of a rank that is of no use, or for which there is no memory.
+
+    Args:
+        config: the run's settings.
+        model_config: of transformers, without how the weights are stored.
+
+    Raises:
+        OptionError: names the range for this model and machine.
+    """
+    if config.lora_rank <= _ALWAYS_FITS:
+        return
+    skeleton = build_skeleton(
+        copy.deepcopy(model_config), torch.float32, trust_remote_code=False, options={}
+    )
+    with torch.device("meta"):  # PEFT itself says which weights get adapters, and of what shape
+        adapted = add_lora(dataclasses.replace(config, lora_rank=1), skeleton)
+    widest = max(
+        (
+            min(module.in_features, module.out_features)
+            for module in adapted.modules()
+            if hasattr(module, "lora_A") and hasattr(module, "in_features")
+        ),
+        default=config.lora_rank,
+    )
+    per_rank = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    free = ram_available_bytes()
+    fits = max(1, free // (_BYTES_PER_VALUE * max(1, per_rank)))
+    if config.lora_rank <= min(widest, fits):
+        return
+    values = config.lora_rank * per_rank
+    raise OptionError(
+        f"lora_rank={config.lora_rank} is not accepted for this model: expected 1 to "
+        f"{min(widest, fits)}. Its adapters would have {values:,} values "
+        f"({format_bytes(values * _BYTES_PER_VALUE)} with gradients and moments, of "
+        f"{format_bytes(free)} of free RAM), and no adapted weight has more than {widest} rows or "
+        f"columns on its smaller side. Usual ranks are 8 to 64."
+    )
 
 
 def add_lora(config: FinetuneConfig, model: Any) -> Any:

@@ -24,7 +24,8 @@ def pack_rows(rows: Rows, seq_length: int) -> Rows:
         for chosen in bins
     )
     note = f"packing: {len(rows)} records in {len(items)} rows of {seq_length} tokens"
-    return Rows(items, rows.openings, (*rows.notes, note))
+    of = None if rows.of is None else max(len(items), round(rows.of * len(items) / len(rows)))
+    return Rows(items, rows.openings, (*rows.notes, note), of=of, estimated=of is not None)
 
 
 class BinCollator(PackedCollator):

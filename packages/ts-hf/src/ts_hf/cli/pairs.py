@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ def prepare_pairs(
     seq_length: int,
     wanted: int,
     what: str = "to train on",
+    problems: Problems | None = None,
 ) -> Rows:
     """At most `wanted` pairs.
 
@@ -34,6 +36,7 @@ def prepare_pairs(
         seq_length: tokens of prompt and answer together, at most; answers are cut off there.
         wanted: pairs that will be read.
         what: what they are for, for the message.
+        problems: as for `prepare_rows`.
 
     Returns:
         Rows with chosen_input_ids, chosen_labels, rejected_input_ids and rejected_labels: 1-d
@@ -44,16 +47,17 @@ def prepare_pairs(
     """
     items: list[dict[str, Tensor]] = []
     openings: list[list[int]] = []
-    problems = Problems()
-    cut = left_out = 0
+    noted = problems or Problems()
+    cut = left_out = read = 0
     for document in documents:
         if len(items) >= wanted:
             break
+        read += 1
         assert isinstance(document.record, Pair)
         try:
             prompt, answers = _tokens(document.record, tokenizer)
         except RecordError as error:
-            problems.add(document.place, str(error))
+            noted.add(document.place, str(error), document.number)
             continue
         if len(prompt) >= seq_length:
             left_out += 1
@@ -68,7 +72,8 @@ def prepare_pairs(
         items.append(item)
         if len(openings) < OPENINGS:
             openings.append(prompt)
-    problems.raise_any()
+    if problems is None or not items:
+        noted.raise_any()
     if not documents:
         raise DataError(no_documents(what))
     if not items:
@@ -81,7 +86,8 @@ def prepare_pairs(
         notes.append(f"answers of {cut} of {len(items)} pairs are cut off at {seq_length} tokens")
     if left_out:
         notes.append(f"{left_out} pairs are left out: their prompt alone has {seq_length} tokens")
-    return Rows(tuple(items), tuple(openings), tuple(notes))
+    of = len(items) + len(documents) - read
+    return Rows(tuple(items), tuple(openings), tuple(notes), of=of if of > len(items) else None)
 
 
 def _tokens(pair: Pair, tokenizer: Any) -> tuple[list[int], list[list[int]]]:
@@ -132,7 +138,7 @@ def with_reference(rows: Rows, reference: Tensor) -> Rows:
     items = tuple(
         {**item, "reference": values} for item, values in zip(rows.items, reference, strict=True)
     )
-    return Rows(items, rows.openings, rows.notes)
+    return dataclasses.replace(rows, items=items)
 
 
 def batches(rows: Rows, size: int, pad_id: int) -> Iterator[dict[str, Tensor]]:

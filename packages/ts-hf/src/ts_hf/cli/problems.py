@@ -16,17 +16,31 @@ class RecordError(Exception):
 
 
 class Problems:
-    """Gathers places and reasons; only the first `SHOWN` are kept, all are counted."""
+    """Gathers places and reasons; the first `SHOWN` are told in the order of the data."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.count = 0
+        self._found: list[tuple[int, str]] = []
 
-    def add(self, place: str, reason: str) -> None:
-        """Note one."""
-        self.count += 1
-        if len(self.lines) < SHOWN:
-            self.lines.append(f"{place}: {reason}")
+    def add(self, place: str, reason: str, number: int | None = None) -> None:
+        """Note one.
+
+        Args:
+            place: file and line.
+            reason: what is wrong.
+            number: of the record, in the order in which the data was read; by default this is the
+                order of the calls.
+        """
+        self._found.append((len(self._found) if number is None else number, f"{place}: {reason}"))
+
+    @property
+    def count(self) -> int:
+        """How many were noted."""
+        return len(self._found)
+
+    @property
+    def lines(self) -> list[str]:
+        """The first ones."""
+        return [line for _, line in sorted(self._found)[:SHOWN]]
 
     def raise_any(self) -> None:
         """Raise what was noted.
@@ -36,10 +50,11 @@ class Problems:
         """
         if not self.count:
             return
+        lines = self.lines
         if self.count == 1:
-            raise DataError(f"data: {self.lines[0]}")
-        listed = "\n".join(f"  {line}" for line in self.lines)
-        more = self.count - len(self.lines)
+            raise DataError(f"data: {lines[0]}")
+        listed = "\n".join(f"  {line}" for line in lines)
+        more = self.count - len(lines)
         rest = f"\n  and {more} more" if more else ""
         raise DataError(
             f"data: {self.count} records cannot be used. Correct or remove them:\n{listed}{rest}"

@@ -19,10 +19,16 @@ from ts_hf.cli.placement import placement
 
 
 class Interruption:
-    """Ctrl-C during training: the first asks to stop after the step, the second stops at once."""
+    """Ctrl-C: stops at once, but during steps the first asks to stop after the step.
+
+    Attributes:
+        in_steps: whether there is a step to finish.
+        asked: whether to stop after it.
+        stopped: whether KeyboardInterrupt has been raised.
+    """
 
     def __init__(self, console: Console) -> None:
-        self.asked = False
+        self.in_steps = self.asked = self.stopped = False
         self._console = console
 
     @contextmanager
@@ -38,7 +44,8 @@ class Interruption:
             signal.signal(signal.SIGINT, previous)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.asked:
+        if self.asked or not self.in_steps:
+            self.stopped = True
             raise KeyboardInterrupt
         self.asked = True
         self._console.print(
@@ -114,6 +121,9 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         self._events_told = len(events)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._interruption.stopped:  # raised where Python drops it, such as in a destructor
+            raise KeyboardInterrupt
+        self._interruption.in_steps = True
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -30,11 +30,15 @@ class Rows:
         items: input_ids and labels of equal length; for pairs see `ts_hf.cli.pairs`.
         openings: tokens that a sample can go on from, of the first rows.
         notes: sentences, such as how many records were cut off.
+        of: rows that the data would give in all, where not all of them were made.
+        estimated: whether `of` is an estimate (what was not tokenized can only be estimated).
     """
 
     items: tuple[dict[str, Tensor], ...]
     openings: tuple[list[int], ...] = ()
     notes: tuple[str, ...] = ()
+    of: int | None = None
+    estimated: bool = False
 
     def __len__(self) -> int:
         return len(self.items)
@@ -46,6 +50,11 @@ class Rows:
     def tokens(self) -> int:
         """Tokens of all rows."""
         return sum(len(value) for item in self.items for value in _ids(item))
+
+    def counted(self) -> str:
+        """How many rows, and of how many: "20 of 201"."""
+        about = "about " if self.estimated else ""
+        return f"{len(self)}" if self.of is None else f"{len(self)} of {about}{self.of:,}"
 
     def highest_token(self) -> int:
         """The largest token id of all rows."""
@@ -94,6 +103,7 @@ def prepare_rows(
     assistant_only: bool = False,
     full_rows: bool = False,
     what: str = "to train on",
+    problems: Problems | None = None,
 ) -> Rows:
     """At most `wanted` rows; only as many documents are tokenized as they need.
 
@@ -109,16 +119,22 @@ def prepare_rows(
         assistant_only: of conversations, only the assistant's turns count in the loss.
         full_rows: as many rows as make `wanted` full ones when they are packed.
         what: what the rows are for, for the message.
+        problems: gets the records that the chat template refuses, for the caller to raise; None
+            raises them here.
 
     Raises:
         DataError: less than one row; records that the chat template refuses, by file and line.
     """
-    maker = _Maker(tokenizer, seq_length, wanted, assistant_only, full_rows)
+    maker = _Maker(tokenizer, seq_length, wanted, assistant_only, full_rows, problems)
     maker.make(documents, max(share, seq_length * wanted // max(1, len(documents))))
-    maker.problems.raise_any()
+    if problems is None or not maker.rows:
+        maker.problems.raise_any()
     if not maker.rows:
         raise DataError(_too_little(maker, documents, seq_length, what))
-    return Rows(tuple(maker.rows), tuple(maker.openings), tuple(maker.notes()))
+    of, estimated = maker.all_rows(documents)
+    return Rows(
+        tuple(maker.rows), tuple(maker.openings), tuple(maker.notes()), of=of, estimated=estimated
+    )
 
 
 def no_documents(what: str) -> str:
@@ -157,6 +173,7 @@ class _Maker:
         wanted: int,
         assistant_only: bool,
         full_rows: bool,
+        problems: Problems | None,
     ) -> None:
         self.tokenizer = tokenizer
         self.seq_length = seq_length
@@ -166,7 +183,8 @@ class _Maker:
         self.tokens = 0
         self.rows: list[dict[str, Tensor]] = []
         self.openings: list[list[int]] = []
-        self.problems = Problems()
+        self.problems = problems or Problems()
+        self.read_characters = self.read_tokens = self.read_records = 0
         self.cut = self.records = self.without_labels = 0
         end = tokenizer.eos_token_id
         self._end = [] if end is None else [end]
@@ -181,13 +199,35 @@ class _Maker:
                 self._add_record(document)
                 continue
             taken, rest = _excerpt(document.record.text, share * _CHARACTERS_PER_TOKEN)
-            ids = encode(self.tokenizer, taken)
+            ids = self._encode(taken)
             left.extend([ids[share:], *rest] if len(ids) > share else rest)
             self._add_text(ids[:share])
         for piece in left:
             if self.enough():
                 break
-            self._add_text(encode(self.tokenizer, piece) if isinstance(piece, str) else piece)
+            self._add_text(self._encode(piece) if isinstance(piece, str) else piece)
+
+    def _encode(self, text: str) -> list[int]:
+        ids = encode(self.tokenizer, text)
+        self.read_characters += len(text)
+        self.read_tokens += len(ids)
+        return ids
+
+    def all_rows(self, documents: Sequence[Document]) -> tuple[int | None, bool]:
+        """(rows that the documents would give, or None if these are all; whether estimated)."""
+        texts = [item.record.text for item in documents if isinstance(item.record, Text)]
+        unread = len(documents) - len(texts) - self.read_records
+        found = len(self.rows) + unread
+        if texts and self.enough():
+            per_character = self.read_tokens / max(1, self.read_characters)
+            tokens = per_character * sum(map(len, texts)) + len(self._end) * len(texts)
+            from_records = self.records - self.without_labels
+            found = (
+                from_records
+                + unread
+                + max(len(self.rows) - from_records, int(tokens / self.seq_length))
+            )
+        return (found, bool(texts)) if found > len(self.rows) else (None, False)
 
     def enough(self) -> bool:
         if self.full_rows:
@@ -223,12 +263,13 @@ class _Maker:
                 self.openings.append(opening.tolist())
 
     def _add_record(self, document: Document) -> None:
+        self.read_records += 1
         try:
             ids, counts = tokens_of(
                 document.record, self.tokenizer, assistant_only=self.assistant_only
             )
         except RecordError as error:
-            self.problems.add(document.place, str(error))
+            self.problems.add(document.place, str(error), document.number)
             return
         self.records += 1
         self.cut += len(ids) > self.seq_length

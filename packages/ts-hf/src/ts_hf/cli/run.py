@@ -23,6 +23,7 @@ from ts_hf.cli.dataset import (
     make_collator,
     make_rows,
     planned_steps,
+    told_rows,
 )
 from ts_hf.cli.finish import check_merge, merge_trained, save_trained, write_page
 from ts_hf.cli.folder import RunFolder, write_json
@@ -92,7 +93,7 @@ class _Run:
         given = self.config.held_out
         self.device = pick_device(self.config.device)
         self.notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
-        if self.folder.results.is_file():
+        if self.folder.finished():
             if self._to_merge():
                 self._merge()
             else:
@@ -109,8 +110,10 @@ class _Run:
         except KeyboardInterrupt:
             status = self._interrupted()
         except BaseException as error:
-            self._end("failed", f"{type(error).__name__}: {error}")
-            raise
+            if not interruption.stopped:
+                self._end("failed", f"{type(error).__name__}: {error}")
+                raise
+            status = self._interrupted()  # an import makes another error of it
         if status == 0:
             if self._to_merge():
                 self._merge()
@@ -158,14 +161,11 @@ class _Run:
                 f"the data of the run in {self.folder.path} has changed since it began. Restore "
                 f"it to continue, or use another output for a new run."
             )
-        self.console.print(
-            f"data: {len(train)} rows to train on ({train.tokens:,} tokens), {len(held_out)} held "
-            f"out ({held_out.tokens:,} tokens)"
-        )
-        for note in train.notes:
-            self.console.print(f"data: {note}")
+        for line in told_rows(config, train, held_out):
+            self.console.print(f"data: {line}")
         self.notes["rows"] = {
             "train": len(train),
+            "train_of": train.of,
             "train_tokens": train.tokens,
             "held_out": len(held_out),
             "held_out_tokens": held_out.tokens,
@@ -223,6 +223,7 @@ class _Run:
                 )
             finally:
                 progress.close()
+            interruption.in_steps = False
             if trainer.state.global_step < steps:
                 return self._interrupted()
         measured = [line["loss"] for line in history.of("eval") if line["step"] == steps]

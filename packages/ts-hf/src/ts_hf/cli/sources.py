@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -29,11 +30,13 @@ class Document:
         name: decides its place in the order, and whether it is held out; the same everywhere.
         record: what it holds.
         place: where it stands, for messages.
+        number: its place among all that was read.
     """
 
     name: str
     record: Record
     place: str
+    number: int = 0
 
 
 def check_sources(sources: Sequence[str]) -> None:
@@ -79,7 +82,7 @@ def read_documents(sources: Sequence[str], *, pairs: bool = False) -> list[Docum
         if (len(found), problems.count) == before:
             raise DataError(_nothing(source))
     problems.raise_any()
-    return found
+    return [dataclasses.replace(item, number=number) for number, item in enumerate(found)]
 
 
 def in_order(documents: Iterable[Document]) -> list[Document]:
@@ -101,8 +104,8 @@ def split_documents(
             assert isinstance(item.record, Text)
             text = item.record.text
             cut = int(len(text) * (1 - share))
-            heads.append(Document(item.name, Text(text[:cut]), item.place))
-            tails.append(Document(item.name, Text(text[cut:]), item.place))
+            heads.append(dataclasses.replace(item, record=Text(text[:cut])))
+            tails.append(dataclasses.replace(item, record=Text(text[cut:])))
         return heads, tails
     count = max(1, int(len(documents) * share))
     return documents[count:], documents[:count]
