@@ -189,7 +189,7 @@ def plan_codec(
     options = plan_options(config)
 
     def plan_with(codec_name: str | None) -> Plan:
-        estimate = _estimate(profile, weights, codec_name, config)
+        estimate = stored_estimate(profile, weights, codec_name, config)
         plan = evaluate(estimate, machine, options)
         if plan.fits or not config.check_memory:
             return plan
@@ -207,7 +207,7 @@ def plan_codec(
         return plain, None
     if any(count for count, _ in weights):
         for name in _by_precision():
-            plan = evaluate(_estimate(profile, weights, name, config), machine, options)
+            plan = evaluate(stored_estimate(profile, weights, name, config), machine, options)
             if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
                 return plan, name
     return plan_with(None), None
@@ -218,12 +218,13 @@ def _by_precision() -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def _estimate(
+def stored_estimate(
     profile: ModelProfile,
     weights: Sequence[tuple[int, int]],
     codec_name: str | None,
     config: WrapOptions,
 ) -> ModelProfile:
+    """The profile with the frozen weights of the blocks stored in a codec (None: as they are)."""
     if codec_name is None:
         return profile
     per_weight = bytes_per_weight(codec_name, config)
@@ -247,8 +248,8 @@ def _alternatives(
         for name in _by_precision():
             if name != codec_name:
                 words = f"store the frozen weights of the blocks in {name} (quantize={name!r})"
-                found.append(Alternative(words, _estimate(profile, weights, name, config)))
-    now = _estimate(profile, weights, codec_name, config)
+                found.append(Alternative(words, stored_estimate(profile, weights, name, config)))
+    now = stored_estimate(profile, weights, codec_name, config)
     for kind in MOMENT_KINDS[MOMENT_KINDS.index(moments) + 1 :]:
         saved = int(profile.trained_values * (bytes_per_value(moments) - bytes_per_value(kind)))
         words = f"keep moments in less memory (optimizer_mode='cpu', moment_dtype={kind!r})"

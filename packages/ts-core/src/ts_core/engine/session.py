@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device
+from ts_core.engine import residence
 from ts_core.engine.activations import Activations
 from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
@@ -22,9 +24,7 @@ from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
 from ts_core.optim import OffloadAdamW
-from ts_core.optim.resident import can_be_resident, device_bytes_needed
 from ts_core.schedule import Plan
-from ts_core.schedule.plan import human
 from ts_core.store import ImageStore, ParamPager, TrainedHome
 from ts_core.store.plain_mode import plain_mode
 from ts_core.transfer import CopyEngine
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ts_core.engine.adapting import PlacementAdapter
 
 ATTRIBUTE = "_trainstream_session"
-UPDATES_BEFORE_RESIDENCE = 2
 
 
 class EventLog:
@@ -59,6 +58,8 @@ class TrainStreamSession:
         config: the options of wrap().
         plan: where each block lives.
         optimizer: the OffloadAdamW.
+        state_on_device: the plan counts optimizer state on the device.
+        trains_pageable: weights are trained that may stream.
         peer: pooled peer memory (None in this version).
     """
 
@@ -89,6 +90,8 @@ class TrainStreamSession:
         self.stored_experts: StoredExperts | None = None
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
+        self.state_on_device = False
+        self.trains_pageable = False
         self.patches: list[Any] = []
         self.attention: AttentionChoice | None = None
         self.adapter: PlacementAdapter | None = None
@@ -169,7 +172,8 @@ class TrainStreamSession:
                 "processes are averaged"
             )
         elif self.config.offload == "auto" and self.device.separate_memory:
-            self.optimizer.after_step = self._consider_residence
+            if not self.optimizer.resident:
+                self.optimizer.after_step = functools.partial(residence.consider, self)
         if self.activations is not None:
             activations = weakref.ref(self.activations)
 
@@ -178,37 +182,6 @@ class TrainStreamSession:
                 return here is not None and here.adapting
 
             self.optimizer.split_waits = waits
-
-    def _consider_residence(self) -> None:
-        optimizer = self.optimizer
-        if optimizer is None or optimizer.updates < UPDATES_BEFORE_RESIDENCE:
-            return
-        if self.activations is not None and self.activations.adapting:
-            return  # the peak of a step is not yet what it will be
-        if self.adapting and self.plan.paged:
-            return  # blocks may come back to the device first
-        optimizer.after_step = None
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        budget = self.device.usable_bytes()
-        why = _why_not_resident(self.plan, params)
-        if why or budget is None:
-            self.log(f"offload='auto': optimizer state stays on the host, since {why}")
-            return
-        free = (
-            int(budget * (1 - self.config.vram_headroom)) - self.device.memory()["peak_allocated"]
-        )
-        needed = device_bytes_needed(params)
-        if needed > free:
-            self.log(
-                f"offload='auto': optimizer state stays on the host: it needs {human(needed)} of "
-                f"the device and {human(max(free, 0))} are free at the peak of a step"
-            )
-            return
-        optimizer.make_resident()
-        self.log(
-            f"offload='auto': everything fits, optimizer state ({human(needed)} with gradients) "
-            f"moved to the device; torch's fused AdamW from here on"
-        )
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise StateError(NO_COPY)
@@ -249,15 +222,3 @@ class TrainStreamSession:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:
             self.device.set_limit(None)
-
-
-def _why_not_resident(plan: Plan, params: Sequence[nn.Parameter]) -> str:
-    if plan.paged:
-        return f"{len(plan.paged)} blocks stream"
-    if not can_be_resident(params):
-        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in params} - {"float32"})
-        return (
-            f"parameters are {', '.join(kinds)}: torch's fused AdamW keeps no fp32 copy of them, "
-            f"which the host's does"
-        )
-    return ""

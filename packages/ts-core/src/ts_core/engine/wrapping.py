@@ -38,6 +38,8 @@ from ts_core.engine.planning import (
 )
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
+from ts_core.engine.residence import plan_with_state, staying
+from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import OptionError, StateError
@@ -45,7 +47,7 @@ from ts_core.memory.arena import default_arena
 from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
 from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
-from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
+from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions
 from ts_core.store import Leaf, ParamPager
 from ts_core.transfer import CopyEngine
 
@@ -170,7 +172,9 @@ def _start(
     )
     profile = without_experts(profile, experts)
     machine, asked = machine_profile(device), plan_options(config)
-    plan = make_plan(profile, machine, asked)
+    several = several_processes(config.distributed, config.optimizer_mode, config.eager)
+    stay = staying(model, optimizer, leaves, config, moments, several)
+    profile, plan, on_device = plan_with_state(profile, machine, asked, stay)
     if plan.paged:
         machine = with_rates(machine, device, config, log)
     for reason in plan.reasons:
@@ -179,6 +183,8 @@ def _start(
     session = TrainStreamSession(model, blocks, config, device, copies, plan, log)
     session.quantized = quantized
     session.moments = moments
+    session.state_on_device = on_device
+    session.trains_pageable = any(leaf.trained for block in leaves for leaf in block)
     try:
         return _assemble(session, model, optimizer, leaves, profile, machine, asked, experts)
     except BaseException:
@@ -217,7 +223,7 @@ def _assemble(
     session.attention.install(model, blocks)  # inside what is computed again
     session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
-    session.optimizer.build()  # host memory now, so that nothing is page-locked in backward
+    start_optimizer(session)
     elsewhere = frozenset(parameters_of(experts) | left_out(model, session.optimizer))
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     if session.activations is not None:

@@ -25,7 +25,7 @@ from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_s
 from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
 from ts_core.optim.ownership import own, owners
-from ts_core.optim.resident import ResidentAdamW
+from ts_core.optim.resident import ResidentAdamW, move_to_device, new_pieces
 from ts_core.optim.shown import ShownOptimizer
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
@@ -195,7 +195,7 @@ class OffloadAdamW(ShownOptimizer):
 
     def attach(self) -> None:
         """Take gradients from the parameters by hooks, during backward."""
-        if self._attached:
+        if self._attached or self._resident is not None:
             return
         if self._displaced:
             raise StateError(_DISPLACED)
@@ -270,8 +270,13 @@ class OffloadAdamW(ShownOptimizer):
             homes: of all weights that live in images now.
 
         Raises:
-            StateError: in the middle of a step.
+            StateError: in the middle of a step, or when state is on the device.
         """
+        if homes and self._resident is not None:
+            raise StateError(
+                f"{len(homes)} trained weights are to stream, but their optimizer state is on the "
+                f"device (make_resident). Make a new optimizer and load its state dict."
+            )
         for bucket in self._updates.rehome(homes):
             self._show_state(bucket)
 
@@ -284,27 +289,30 @@ class OffloadAdamW(ShownOptimizer):
         self._updates.refuse_mid_step(what)
 
     def make_resident(self) -> None:
-        """Move moments to the device and go on with torch's fused AdamW; host state is freed.
+        """Keep state on the device from now on, under torch's fused AdamW; host state is freed.
 
-        Every parameter must be fp32 (`resident.can_be_resident`). Gradients stay in `param.grad`
-        from now on. There is no way back.
+        step() then queues a few kernels and returns: no gradient goes to the host, and norm,
+        clipping and `skip_nonfinite` stay on the device. Low-precision parameters have an fp32 copy
+        there. Gradients are in `param.grad` until step() takes them. There is no way back.
 
         Raises:
-            StateError: in the middle of a step.
+            StateError: in the middle of a step, or of parameters that several processes share or
+                that stream.
         """
         if self._resident is not None:
             return
-        if self._updates.ranks is not None:
-            raise StateError(
-                "make_resident() would leave the average over processes out. Keep state on the "
-                "host in data parallel training."
-            )
-        self.build()
+        made = move_to_device(self._updates, self.param_groups, self.updates, self._say)
         self.detach()
-        self._updates.refuse_mid_step("make_resident()")
-        self._resident = ResidentAdamW(self.param_groups, self._filled_state())
-        self.state = self._resident.inner.state
+        self._resident = made
+        self._show_resident()
         self._updates.clear()
+
+    def _show_resident(self) -> None:
+        assert self._resident is not None
+        for group in self.param_groups:
+            group["fused"] = True
+        self.state = type(self._state)(dict)
+        self._state.update(self._resident.entries)
 
     def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
         # A weak reference: a hook that held the optimizer would keep both alive for ever.
@@ -364,11 +372,14 @@ class OffloadAdamW(ShownOptimizer):
         if updates.ranks is not None:
             self.build()  # a process without any gradient takes part in the average too
         if self._resident is not None:
-            options = self.step_options
-            self._resident_norm = self._resident.step(
-                options.max_grad_norm, options.needs_norm, options.skip_nonfinite, self._say
-            )
+            new = self._resident.newcomers(self.param_groups)
+            if new:
+                self._resident.add(new_pieces(new, updates.storage.layouts))
+                self._show_resident()
             updates.steps += 1
+            self._resident_norm = self._resident.step(
+                self.param_groups, self.step_options, updates.steps
+            )
             return loss
         for group in self.param_groups:
             for param in group["params"]:
@@ -426,6 +437,7 @@ class OffloadAdamW(ShownOptimizer):
                 return super().state_dict()
             finally:
                 self.state = live
+        self._resident.reports.flush()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -438,8 +450,7 @@ class OffloadAdamW(ShownOptimizer):
         self._updates.refuse_mid_step("load_state_dict()")
         state.check(self.param_groups, state_dict)
         if self._resident is not None:
-            self.param_groups = self._resident.load(state_dict)
-            self.state = self._resident.inner.state
+            self._resident.load(self.param_groups, state_dict)
             return
         self.build()
         self._updates.settle()

@@ -62,6 +62,7 @@ class ShownOptimizer(RefusingOptimizer):
         if self._resident is None:
             verdict = self._updates.norm
             return None if verdict is None else verdict.result().norm
+        self._resident.reports.flush()
         if isinstance(self._resident_norm, torch.Tensor):
             self._resident_norm = self._resident_norm.item()
         return self._resident_norm
@@ -70,7 +71,7 @@ class ShownOptimizer(RefusingOptimizer):
     def updates(self) -> int:
         """Updates so far of the most updated parameter, those before a resume included."""
         if self._resident is not None:
-            return self.steps_done
+            return self._resident.updates
         return max((max(b.steps) for b in self._updates.buckets if b.steps), default=0)
 
     @property
@@ -109,11 +110,14 @@ class ShownOptimizer(RefusingOptimizer):
     def stats(self) -> dict[str, Any]:
         """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
         grad_norm, resident, link counters."""
+        here = self._resident
+        moved = {} if here is None else here.stats()
         return {
-            "mode": self.mode if self._resident is None else "resident",
+            "mode": self.mode if here is None else "resident",
             "steps": self.steps_done,
             "eager": self.eager,
             "grad_norm": self.last_grad_norm,
             "resident": self.resident,
             **self._updates.stats(),
+            **moved,
         }

@@ -81,15 +81,20 @@ class Storage:
 
     def buckets(self, params: Sequence[torch.nn.Parameter], group_index: int) -> Iterator[Bucket]:
         """Buckets for parameters of one group."""
-        self._number(params)
-        elsewhere = [param for param in params if param not in self.homes]
-        layouts = [self._layout(members) for members in partition(elsewhere)]
-        layouts += [HomedLayout(self.homes[param]) for param in params if param in self.homes]
-        for layout in layouts:
-            layout.bases = [self._bases[param] for param in layout.params]
+        for layout in self.layouts(params):
             place = self._first_place(layout)
             assert self.copies is not None
             yield Bucket(layout, group_index, self.copies, self.arena, self._part_sums(), place)
+
+    def layouts(self, params: Sequence[torch.nn.Parameter]) -> list[FlatLayout]:
+        """Flat memory for parameters of one group, those in images of paged blocks last."""
+        self._number(params)
+        elsewhere = [param for param in params if param not in self.homes]
+        found = [self._layout(members) for members in partition(elsewhere)]
+        found += [HomedLayout(self.homes[param]) for param in params if param in self.homes]
+        for layout in found:
+            layout.bases = [self._bases[param] for param in layout.params]
+        return found
 
     def _part_sums(self) -> PartSums:
         if self._parts is None:

@@ -12,9 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ts_core.config import WrapOptions
 from ts_core.engine.placement import block_leaves, model_profile
-from ts_core.engine.planning import gradients_in_flight, norm_of, plan_codec
+from ts_core.engine.planning import (
+    gradients_in_flight,
+    norm_of,
+    plan_codec,
+    plan_options,
+    stored_estimate,
+)
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
+from ts_core.engine.residence import plan_with_state, staying
 from ts_core.errors import DataError, OptionError
 from ts_core.optim.moments import bytes_per_value
 from ts_core.planning.adapters import add_adapters
@@ -65,6 +72,7 @@ class Described:
         total_bytes: all weights as loaded.
         parameters: how many.
         notes: what could not be known.
+        staying: trained parameters (fake) whose optimizer state may be on the device.
     """
 
     profile: ModelProfile
@@ -72,6 +80,7 @@ class Described:
     total_bytes: int
     parameters: int
     notes: tuple[str, ...] = ()
+    staying: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,9 +132,11 @@ def describe(source: str, training: Training, trust_remote_code: bool = False) -
             model.requires_grad_(False)
             if not add_adapters(blocks, training.rank):
                 raise DataError(f"the blocks of {source} have no linear layer to adapt.")
+        leaves = block_leaves(model, blocks)
+        stay = tuple(staying(model, None, leaves, config, training.moments))
         profile = model_profile(
             model,
-            block_leaves(model, blocks),
+            leaves,
             bytes_per_value(training.moments),
             gradients_in_flight(None, config),
             config.optimizer_mode == "cpu",
@@ -142,7 +153,7 @@ def describe(source: str, training: Training, trust_remote_code: bool = False) -
                 f"activations are unknown, and 30 % of device memory is set aside for them: the "
                 f"model cannot be run without its values ({type(error).__name__})",
             )
-    return Described(profile, weights, total, parameters, notes)
+    return Described(profile, weights, total, parameters, notes, stay)
 
 
 def _with_footprint(
@@ -236,6 +247,9 @@ def plan_training(
         training.moments,
         () if _fits_quickly(described, machine, config, training) else _others(source, training),
     )
+    if described.staying and config.offload == "auto":
+        profile = stored_estimate(described.profile, described.weights, codec, config)
+        _, plan, _ = plan_with_state(profile, machine, plan_options(config), described.staying)
     notes = list(described.notes)
     if codec is not None and not any(count for count, _ in described.weights):
         notes.append(f"--quantize {codec} changes nothing: no weight of the blocks is frozen")
