@@ -116,16 +116,19 @@ def measure(
                 f"{text.settings}. Give another output file, or the same settings."
             )
     done = {(row.case, row.seed) for row in kept}
-    wanted: list[tuple[Case, int | None]] = [(case, None) for case in cases]
-    if settings.steps:
-        wanted += [(case, seed) for seed in settings.seeds for case in cases]
+    seeds: list[int | None] = [None, *(settings.seeds if settings.steps else ())]
+    wanted = [(case, seed) for case in cases for seed in seeds]
     found = list(kept)
+    stored: _StoredModel | None = None
     for index, (case, seed) in enumerate(wanted):
         if (case.name, seed) in done:
             continue
         what = case.name if seed is None else f"{case.name}, seed {seed}"
         on_progress(what, index, len(wanted))
-        row = _measure_one(case, seed, settings, text)
+        if stored is None or stored.case is not case:
+            stored = None  # two models never exist at once
+            stored = _StoredModel(case, settings, text)
+        row = stored.measure(seed)
         found.append(row)
         on_row(row)
     on_progress("done", len(wanted), len(wanted))
@@ -181,26 +184,40 @@ class _Text:
         }
 
 
-def _measure_one(case: Case, seed: int | None, settings: QualitySettings, text: _Text) -> Row:
-    from ts_core import init_lora_from_error
+class _StoredModel:
+    """The model with its weights stored as one case says; adapters come and go."""
 
-    started = time.perf_counter()
-    model = _load(settings)
-    facts = _store(model, case, settings, text)
-    if seed is not None or case.starts_adapters:
-        model = _add_adapters(model, settings, seed or 0)
-        init_lora_from_error(model)
-    if seed is not None:
-        _train(model, settings, text, seed)
-    perplexity = _perplexity(model, text.held, settings)
-    return Row(
-        case=case.name,
-        seed=seed,
-        perplexity=perplexity,
-        seconds=round(time.perf_counter() - started, 2),
-        settings=text.settings,
-        **facts,
-    )
+    def __init__(self, case: Case, settings: QualitySettings, text: _Text) -> None:
+        self.case = case
+        self._settings = settings
+        self._text = text
+        self._started = time.perf_counter()
+        self._model = _load(settings)
+        self._facts = _store(self._model, case, settings, text)
+
+    def measure(self, seed: int | None) -> Row:
+        """Perplexity as loaded (None), or after a LoRA run."""
+        from ts_core import init_lora_from_error
+
+        settings, model, adapted = self._settings, self._model, None
+        if seed is not None or self.case.starts_adapters:
+            model = adapted = _add_adapters(model, settings, seed or 0)
+            init_lora_from_error(model)
+        if seed is not None:
+            _train(model, settings, self._text, seed)
+        perplexity = _perplexity(model, self._text.held, settings)
+        if adapted is not None:
+            self._model = adapted.unload()
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return Row(
+            case=self.case.name,
+            seed=seed,
+            perplexity=perplexity,
+            seconds=round(seconds, 2),
+            settings=self._text.settings,
+            **self._facts,
+        )
 
 
 def _load(settings: QualitySettings) -> Any:
