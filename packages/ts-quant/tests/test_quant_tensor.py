@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ts_quant
 from ts_quant import FrozenWeightError, OptionError, QuantTensor
+from ts_quant.frozen_view import FrozenView
 
 MakeLinear = Callable[..., nn.Linear]
 
@@ -183,11 +184,11 @@ def test_general_operations_see_the_decoded_weight(q: QuantTensor) -> None:
         (q == w, w == w),
     ]
     for got, expected in cases:
-        assert type(got) is Tensor
+        assert isinstance(got, Tensor) and not isinstance(got, QuantTensor)
         assert isinstance(expected, Tensor) and torch.equal(got, expected)
     assert torch.equal(q, q.clone()) and torch.equal(q, w) and not torch.equal(q, other)
     assert q.sum().item() == w.sum().item()
-    assert [type(part) for part in q.split(8)] == [Tensor] * 3
+    assert [type(part) for part in q.split(8)] == [FrozenView] * 3
     assert q.numel() == 960 and q.size() == w.size() and q.stride() == w.stride()
     assert q.is_floating_point() and not q.is_sparse
 

@@ -23,6 +23,9 @@ from torch import Tensor
 from ts_bench.quality_cases import Case
 from ts_core.errors import OptionError
 
+_EVAL_BATCH = 4
+"""Held-out rows at once, at least: each forward decodes every weight."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -290,7 +293,7 @@ def _perplexity(model: Any, rows: Tensor, settings: QualitySettings) -> float:
     model.eval()
     total = count = 0.0
     with torch.no_grad():
-        for part in rows.split(max(settings.batch, 1)):
+        for part in rows.split(max(settings.batch, _EVAL_BATCH)):
             loss, tokens = _loss(model, part.to(settings.device))
             total, count = total + float(loss), count + tokens
     return math.exp(total / count)

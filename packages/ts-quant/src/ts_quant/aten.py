@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ts_quant.codecs.base import codec_named
 from ts_quant.errors import FrozenWeightError
+from ts_quant.frozen_view import shown
 from ts_quant.tensor import ATEN_HANDLERS, AtenHandler, QuantTensor, _on_dequantized
 
 aten = torch.ops.aten
@@ -31,7 +32,9 @@ def _handles(*ops: Any) -> Callable[[AtenHandler], AtenHandler]:
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     source: QuantTensor = args[0]
-    return source.with_buffers([func(buffer) for buffer in source.buffers()])
+    made = source.with_buffers([func(buffer) for buffer in source.buffers()])
+    made._edits = source._edits
+    return made
 
 
 @_handles(aten.clone.default, aten._pin_memory.default)
@@ -74,7 +77,7 @@ def _copy_(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     fitted = [(mine, _fitting(target, mine, new)) for mine, new in pairs]  # all, before any write
     for mine, new in fitted:
         func(mine, new, *args[2:], **kwargs)
-    target._edits += 1
+    target._edits.count += 1
     return target
 
 
@@ -118,7 +121,8 @@ def _select(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     source, dim, index = args
     if dim != 0 or source.stack_rows() is None:
         return _on_dequantized(func, args, kwargs)
-    return source.stack_part(range(source.shape[0])[index], 1).dequantize()[0]
+    at = range(source.shape[0])[index]
+    return shown(func, lambda: source.stack_part(at, 1).dequantize()[0])
 
 
 _VALUE_FREE = (

@@ -95,7 +95,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.n_tensors = len(tensors)
         ctx.dtype = dtype
         # Compiled code would be compiled again for every new count.
-        ctx.edits = None if torch.compiler.is_compiling() else weight._edits
+        ctx.edits = None if torch.compiler.is_compiling() else weight._edits.count
         # Which product PyTorch's backward would run depends on x's layout, not on its values.
         ctx.transposed = x.dim() == 2 and x.stride() == (1, x.shape[0])
         ctx.flat_bias = x.dim() <= 2 or (x.dim() == 3 and x.is_contiguous())
@@ -171,7 +171,7 @@ def _direct_dtype(weight: QuantTensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _refuse_changed(ctx: Any) -> None:
-    if ctx.edits is not None and ctx.weight._edits != ctx.edits:
+    if ctx.edits is not None and ctx.weight._edits.count != ctx.edits:
         raise RuntimeError(
             "a quantized weight was modified in place (copy_ or load_state_dict) between forward "
             "and backward, so its gradient would be that of other values; load weights only "

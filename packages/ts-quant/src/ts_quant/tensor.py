@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ts_quant import stacks
 from ts_quant.codecs.base import Codec, QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
+from ts_quant.frozen_view import shown, written
 from ts_quant.linear import frozen_linear
 from ts_quant.matmul.options import MatmulOptions
 
@@ -34,6 +35,15 @@ _FROZEN = (
 _DEFAULT_MATMUL = MatmulOptions()
 
 Metadata = tuple[QuantSpec, torch.dtype, MatmulOptions]
+
+
+class Edits:
+    """How often the values in some buffers were changed in place."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
 
 
 class QuantTensor(torch.Tensor):
@@ -57,8 +67,8 @@ class QuantTensor(torch.Tensor):
     _decoded_shape: torch.Size
     _names: tuple[str, ...]
     _matmul: MatmulOptions
-    _edits: int
-    """How often the values were changed in place; see `ts_quant.linear`."""
+    _edits: Edits
+    """Shared by all tensors over the same buffers; see `ts_quant.linear`."""
 
     @staticmethod
     def __new__(
@@ -76,7 +86,7 @@ class QuantTensor(torch.Tensor):
         self._spec = spec
         self._decoded_dtype = dtype
         self._decoded_shape = shape
-        self._edits = 0
+        self._edits = Edits()
         self._matmul = _DEFAULT_MATMUL
         self._names = codec_named(spec.codec).buffer_names(spec)
         for name, buffer in zip(self._names, buffers, strict=True):
@@ -334,25 +344,17 @@ ATEN_HANDLERS: dict[Any, AtenHandler] = {}
 
 def _on_dequantized(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Any operation, on decoded copies of the QuantTensors among its arguments."""
-    _refuse_mutation(func, args, kwargs)
+    if written(func, args, kwargs, QuantTensor):
+        raise FrozenWeightError(_FROZEN.format(what=f"{func} would change it in place"))
 
     def decode(value: Any) -> Any:
         return value.dequantize() if isinstance(value, QuantTensor) else value
 
-    args, kwargs = tree_map(decode, (args, kwargs))
-    return func(*args, **kwargs)
+    def compute() -> Any:
+        decoded, options = tree_map(decode, (args, kwargs))
+        return func(*decoded, **options)
 
-
-def _refuse_mutation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse an operation that would write into a decoded copy, where the result would be lost."""
-    if not func._schema.is_mutable:
-        return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, QuantTensor) for leaf in tree_leaves(value)):
-            raise FrozenWeightError(_FROZEN.format(what=f"{func} would change it in place"))
+    return shown(func, compute)
 
 
 def _linear_arguments(
@@ -398,7 +400,7 @@ def _set_data(target: QuantTensor, value: Tensor) -> None:
     target._spec = value._spec
     target._decoded_dtype = value._decoded_dtype
     target._decoded_shape = value._decoded_shape
-    target._edits += 1
+    target._edits = Edits(target._edits.count + 1)
     target._names = value._names
     target._matmul = value._matmul
     for name in value._names:

@@ -10,17 +10,19 @@ decoded by every operation but copies and moves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ts_quant.errors import FrozenWeightError, OptionError
+from ts_quant.frozen_view import shown, written
 from ts_quant.tensor import QuantTensor
 
 aten = torch.ops.aten
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _MOVES = (
     aten.detach.default,
@@ -74,6 +76,23 @@ class TransposedQuantTensor(torch.Tensor):
         """The values as an ordinary, contiguous tensor."""
         return self.stored.dequantize(dtype).transpose(-1, -2).contiguous()
 
+    @property
+    def data(self) -> TransposedQuantTensor:
+        """The same weight, detached; assigning another one takes over its stored form."""
+        detached: Any = self.detach()
+        return cast(TransposedQuantTensor, detached)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, TransposedQuantTensor):
+            raise FrozenWeightError(
+                f"a stored weight is frozen: .data cannot become a plain {value.dtype} tensor. Use "
+                f"copy_ with new values (it encodes them), or .dequantize() for an ordinary tensor"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            _SET_DATA(self, value)
+        self.stored = value.stored
+
     def stack_rows(self) -> tuple[str, ...] | None:
         """See `ts_quant.stacks.stack_rows`."""
         return self.stored.stack_rows() if self.stored.dim() > 2 else None
@@ -122,10 +141,18 @@ class TransposedQuantTensor(torch.Tensor):
             if func is aten.is_pinned.default:
                 return func(first.stored, *args[1:], **kwargs)
             if func is aten.select.int and args[1] == 0 and first.dim() > 2:
-                return _one(first.stored, args[2]).transpose(-1, -2)
-        _refuse_mutation(func, args, kwargs)
-        args, kwargs = tree_map(_decode, (args, kwargs))
-        return func(*args, **kwargs)
+                return shown(func, lambda: _one(first.stored, args[2]).transpose(-1, -2))
+        if written(func, args, kwargs, TransposedQuantTensor):
+            raise FrozenWeightError(
+                f"a stored weight is frozen: {func} would change it in place. Use copy_ with new "
+                f"values, or .dequantize() for an ordinary tensor"
+            )
+
+        def compute() -> Any:
+            decoded, options = tree_map(_decode, (args, kwargs))
+            return func(*decoded, **options)
+
+        return shown(func, compute)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransposedQuantTensor:
         if id(self) not in memo:
@@ -153,19 +180,3 @@ def _one(stored: QuantTensor, index: int) -> Tensor:
 
 def _decode(value: Any) -> Any:
     return value.dequantize() if isinstance(value, TransposedQuantTensor) else value
-
-
-def _refuse_mutation(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Refuse what would write into a decoded copy."""
-    schema = func._schema  # type: ignore[attr-defined]
-    if not schema.is_mutable:
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        if any(isinstance(leaf, TransposedQuantTensor) for leaf in tree_leaves(value)):
-            raise FrozenWeightError(
-                f"a stored weight is frozen: {func} would change it in place. Use copy_ with new "
-                f"values, or .dequantize() for an ordinary tensor"
-            )

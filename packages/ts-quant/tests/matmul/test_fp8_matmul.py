@@ -274,6 +274,61 @@ def test_compiled_without_graph_breaks(layout: str | None) -> None:
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
 
+@pytest.mark.usefixtures("on_tensor_cores")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fake_tensors_outside_of_compilation(layout: str | None) -> None:
+    """As Dynamo of torch 2.11 runs a layer whose weight is no parameter: no address is asked."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q = weight(layout=layout)
+    real = torch.nn.functional.linear(torch.randn(8, 384).bfloat16(), q)
+    with FakeTensorMode() as mode:
+        fake = q.with_buffers([mode.from_tensor(buffer) for buffer in q.buffers()])
+        x = mode.from_tensor(torch.randn(8, 384).bfloat16())
+        for activation in (x, x.requires_grad_()):
+            y = torch.nn.functional.linear(activation, fake)
+            assert (y.shape, y.dtype, y.stride()) == (real.shape, real.dtype, real.stride())
+
+
+SHAPES = [(8, 256, 384), (1, 128, 128), (4, 256, 512), (0, 128, 256)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fakes_have_the_layout_of_the_real_results(layout: str | None, device: str) -> None:
+    """Shape, dtype, device, strides and offset, which compiled code relies on."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    ops: Any = torch.ops.ts_quant
+    for tokens, n, k in SHAPES:
+        if device == "cuda" and (tokens == 0 or tokens % 4):
+            continue  # numbers that the products on tensor cores are not asked for
+        q = weight(n, k, layout).to(device)
+        x = torch.randn(tokens, k, device=device).bfloat16()
+        grouped = layout == "tile"
+        quantize = ops.fp8_groups if grouped else ops.fp8_rows
+        bias = torch.randn(n, device=device).bfloat16()
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (quantize, (x,)),
+            (quantize, (x.t().contiguous().t(),)),
+        ]
+        for b in (bias, None):
+            arguments = (*quantize(x), *q.buffers(), layout is None, grouped, b)
+            calls.append((ops.fp8_linear, arguments))
+        for op, given in calls:
+            real = op(*given)
+            with FakeTensorMode() as mode:
+                faked = [mode.from_tensor(v) if isinstance(v, Tensor) else v for v in given]
+                fake = op(*faked)
+            for a, b in zip(_layouts(real), _layouts(fake), strict=True):
+                assert a == b, (op, tokens, n, k)
+
+
+def _layouts(result: Any) -> list[tuple[Any, ...]]:
+    parts = [result] if isinstance(result, Tensor) else list(result)
+    return [(p.shape, p.dtype, p.device.type, p.stride(), p.storage_offset()) for p in parts]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_opcheck(layout: str | None, device: str) -> None:

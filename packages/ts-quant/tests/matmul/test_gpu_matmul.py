@@ -64,7 +64,7 @@ def test_the_layer(layout: str | None, tokens: int, bias: bool) -> None:
     assert torch.equal(grad_x, grad @ dense)
     kind = fp8.activation_kind(q.spec, q.shape, tokens)
     plain = torch.nn.functional.linear(x, dense, b)
-    if kind is None or not fp8.supported(x.device, kind):
+    if kind is None or not fp8.supported(x.device, fp8.needed(kind, 1024)):
         assert torch.equal(y, plain)
         return
     quantized = (fp8_rows if kind == fp8.ROWS else fp8_groups)(x.detach())
@@ -76,6 +76,23 @@ def test_the_layer(layout: str | None, tokens: int, bias: bool) -> None:
     assert float((y.float() - plain.float()).norm() / plain.float().norm()) < 0.04
     if not bias:
         assert not torch.equal(y, plain)
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(8, 384), (64, 384), (8, 512), (64, 1408)])
+def test_the_grouped_product_with_and_without_padded_scales(tokens: int, k: int) -> None:
+    """Each shape on its own, so that a failure says which one cuBLASLt does not take."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not fp8.supported(device, fp8.needed(fp8.GROUPS, k)):
+        pytest.skip(f"no product for {fp8.needed(fp8.GROUPS, k)} here: such weights are decoded")
+    q = ts_quant.quantize(torch.randn(256, k, device="cuda").bfloat16(), "fp8", layout="tile")
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    arguments = (*fp8_groups(x), *q.buffers(), False, True, None)
+    y = torch.ops.ts_quant.fp8_linear(*arguments)
+    expected = fp8.linear_reference(*arguments)
+    assert y.is_contiguous() and y.shape == expected.shape and y.dtype is expected.dtype
+    assert torch.equal(y, torch.ops.ts_quant.fp8_linear(*arguments))
+    size = expected.float().abs().mean()
+    assert float((y.float() - expected.float()).abs().mean()) <= 2.0**-8 * float(size)
 
 
 @pytest.mark.parametrize("layout", [None, "row"], ids=str)
@@ -137,7 +154,8 @@ def test_inductor(layout: str | None) -> None:
 def test_which_products_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
     """To read; rows must be there on sm_90, where torch has had them since 2.5."""
     device = torch.device("cuda", torch.cuda.current_device())
-    found = {kind: fp8.supported(device, kind) for kind in (fp8.ROWS, fp8.GROUPS)}
+    kinds = (fp8.ROWS, fp8.GROUPS, fp8.GROUPS_PADDED)
+    found = {kind: fp8.supported(device, kind) for kind in kinds}
     with capsys.disabled():
         print(f"\nFP8 products on {torch.cuda.get_device_name()}: {found}")
     if torch.cuda.get_device_capability() == (9, 0):

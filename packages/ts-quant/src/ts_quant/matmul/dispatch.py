@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.operators import eager
 from ts_quant.matmul import fp8, nvfp4
 from ts_quant.matmul.rows import fp8_groups, fp8_rows
 from ts_quant.matmul.shared import shared
@@ -64,9 +65,9 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
     kind = fp8.activation_kind(spec, shape, tokens)
     if kind is None and nvfp4.takes(spec, shape):
         kind = NVFP4
-    if kind is None or not _supported(x.device, kind):
+    if kind is None or not _supported(x.device, fp8.needed(kind, shape[1])):
         return None
-    if not torch.compiler.is_compiling() and _misaligned(weight):
+    if _misaligned(weight):
         return None
     share = options.outliers if kind == NVFP4 else 0.0
 
@@ -83,8 +84,12 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
 
 
 def _misaligned(weight: QuantTensor) -> bool:
-    """Whether a buffer sits where the products cannot read it (a pager may put it anywhere)."""
-    return any(buffer.data_ptr() % 16 for buffer in weight.buffers())
+    """Whether a buffer sits where the products cannot read it (a pager may put it anywhere).
+
+    Fake tensors have no address. They come from torch.compile, also where it runs this very code
+    (torch 2.11 does so for a weight that is no parameter) and `is_compiling()` says no.
+    """
+    return any(eager(buffer) and buffer.data_ptr() % 16 for buffer in weight.buffers())
 
 
 def product(

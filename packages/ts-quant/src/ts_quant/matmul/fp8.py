@@ -29,6 +29,10 @@ from ts_quant.matmul.rows import GROUP
 ROWS, GROUPS = "rows", "groups"
 """How a path wants its activations: see `ts_quant.matmul.rows`."""
 
+GROUPS_PADDED = "groups padded"
+"""What `supported` is asked for GROUPS where K / 128 is no multiple of 4, so that the weight's
+scales are padded; it is tried by itself."""
+
 
 def activation_kind(spec: QuantSpec, shape: Sequence[int], n_tokens: int) -> str | None:
     """How x must be quantized for a product with such a weight, or None where there is none."""
@@ -59,24 +63,28 @@ def supported(device: torch.device, kind: str) -> bool:
         return False
     if torch.cuda.is_current_stream_capturing():
         return False
-    needed = (8, 9) if kind == ROWS else (9, 0)
-    new_enough = torch.cuda.get_device_capability(device) >= needed
+    oldest = (8, 9) if kind == ROWS else (9, 0)
+    new_enough = torch.cuda.get_device_capability(device) >= oldest
     _TRIED[device, kind] = new_enough and _trial(device, kind)
     return _TRIED[device, kind]
 
 
+def needed(kind: str, k: int) -> str:
+    """What a product with that kind of activation and K columns needs of the device."""
+    return GROUPS_PADDED if kind == GROUPS and k // GROUP % 4 else kind
+
+
 def _trial(device: torch.device, kind: str) -> bool:
-    size = 512
-    w = torch.zeros(size, size, dtype=torch.float8_e4m3fn, device=device)
+    m, n, k = (8, 256, 384) if kind == GROUPS_PADDED else (512, 512, 512)
+    x = torch.zeros(m, k, dtype=torch.float8_e4m3fn, device=device)
+    w = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device=device)
     ones = torch.ones
     try:
         if kind == ROWS:
-            scales = ones(size, 1, device=device), ones(1, size, device=device)
-            _scaled_mm_rows(w, w, *scales, None)
+            _scaled_mm_rows(x, w, ones(m, 1, device=device), ones(1, n, device=device), None)
         else:
-            tiles = size // GROUP
-            scales = ones(tiles, size, device=device), ones(tiles, tiles, device=device)
-            _scaled_mm_groups(w, w, *scales)
+            scales = ones(k // GROUP, m, device=device), ones(n // GROUP, k // GROUP, device=device)
+            _scaled_mm_groups(x, w, *scales)
     except (RuntimeError, NotImplementedError, ValueError, AttributeError):
         return False  # this build has no such kernel: decode instead
     return True

@@ -8,6 +8,8 @@ so the product of that row is NaN, as it would be without quantization.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,14 +31,21 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """`fp8_rows` in plain PyTorch."""
-    return _quantized(x.to(torch.float32))
+    codes, scale = _quantized(x.to(torch.float32))
+    return _laid_out(codes, x.shape), _laid_out(scale, (x.shape[0], 1))
 
 
 def groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """`fp8_groups` in plain PyTorch."""
     m, k = x.shape
-    codes, scale = _quantized(x.to(torch.float32).view(m, k // GROUP, GROUP))
-    return codes.view(m, k), scale.view(m, k // GROUP).t().contiguous()
+    codes, scale = _quantized(x.to(torch.float32).reshape(m, k // GROUP, GROUP))
+    groups = scale.reshape(m, k // GROUP).t()
+    return _laid_out(codes, (m, k)), _laid_out(groups, (k // GROUP, m))
+
+
+def _laid_out(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor with the strides of a new one, as the fakes promise, also where sizes are 1."""
+    return tensor.reshape(-1).view(shape)
 
 
 def _rows_cuda(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.operators import eager
 from ts_quant.matmul.capture import capture_id
 
 
@@ -51,7 +52,7 @@ def shared(
         make: quantizes x.
     """
     # Inference tensors have no version, and compiled code merges equal calls by itself.
-    if torch.compiler.is_compiling() or x.is_inference():
+    if not eager(x) or x.is_inference():
         return make()
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     key = (kind, x._version, x.data_ptr(), x.shape, stream, capture_id(x.device, stream))
