@@ -10,7 +10,7 @@ import torch
 
 from ts_core import ActivationOffloader, memory_report, wrap
 from ts_core.device import HostDevice
-from ts_core.engine import activations as module
+from ts_core.engine import activation_memory as module
 from ts_core.errors import OptionError, StateError
 from ts_core.schedule.activation_policy import ActivationLimits, extra_device_bytes
 from ts_core.testing import TinyModel, tiny_model, train

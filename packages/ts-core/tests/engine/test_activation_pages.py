@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ts_core.device import HostDevice
 from ts_core.engine.activation_options import ActivationOptions
 from ts_core.engine.activations import Activations
+from ts_core.engine.page_transfers import ALIGN
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.memory.arena import PinnedArena
 from ts_core.testing import inject_delays
@@ -423,20 +424,21 @@ def test_ram_runs_low(paging: Callable[..., Paging]) -> None:
     counts = []
     for _ in range(5):
         counts.append(len(one.activations.offloaded_blocks))
-        assert one.activations._floor.check() is False  # as much is free as has to be
+        assert one.activations.memory.floor.check() is False  # as much is free as has to be
         low["now"] = 1000
-        assert one.activations._floor.check()
-        assert not one.activations._floor.check()  # once, until it had an effect
+        assert one.activations.memory.floor.check()
+        assert not one.activations.memory.floor.check()  # once, until it had an effect
         assert len(one.activations.offloaded_blocks) == counts[-1]
         low["now"] = 1000
         before = one.stats.pages
         assert same(expected, gradients(model, x))
         left = len(one.activations.offloaded_blocks)
         assert one.stats.pages - before == 2 * left  # what is still paged is, with its own buffers
-        assert one.activations.stats["host_bytes"] == 2 * left * x.numel() * 4
+        page = -(-x.numel() * 4 // ALIGN) * ALIGN
+        assert one.activations.stats["host_bytes"] == 2 * left * page
         assert one.arena.stats()["arena_bytes"] <= most
         most = one.arena.stats()["arena_bytes"]
-        low["now"] = one.activations._floor.floor_bytes
+        low["now"] = one.activations.memory.floor.floor_bytes
     assert one.stats.kept_for_ram == 0
     assert counts == [8, 4, 2, 1, 0]
     assert one.activations.stats["host_bytes"] == 0
@@ -498,7 +500,7 @@ def test_no_room_to_fetch_ahead(
     model, x = Stack(product, depth=5), inputs()
     expected = gradients(model, x)
     one = paging(model, prefetch_depth=2)
-    memory = one.store._memory
+    memory = one.store.transfers._memory
     calls = 0
 
     def sometimes(size: int) -> torch.Tensor:
@@ -512,7 +514,7 @@ def test_no_room_to_fetch_ahead(
 
     def fetch_ahead(call: Any) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(one.store, "_memory", sometimes)
+            patch.setattr(one.store.transfers, "_memory", sometimes)
             return ahead(call)
 
     monkeypatch.setattr(one.store, "_fetch_ahead", fetch_ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -68,12 +68,21 @@ class Device(ABC):
     def compute_stream(self) -> Stream:
         """The stream that PyTorch operations of the calling thread go to."""
 
+    def compute_key(self) -> int:
+        """A number that tells the calling thread's compute stream from others."""
+        return 0
+
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Queue `dst <- src` on `stream`; both contiguous, same dtype and size.
 
         The caller keeps both alive and unmodified until an event recorded afterwards has passed.
         """
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
+        """`copy` of each (dst, src) in turn, issued together."""
+        for dst, src in pairs:
+            self.copy(dst, src, stream)
 
     @abstractmethod
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:

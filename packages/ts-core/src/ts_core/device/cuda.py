@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -67,10 +67,17 @@ class CudaDevice(Device):
     def compute_stream(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.torch_device), "compute")
 
+    def compute_key(self) -> int:
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        self.copy_all([(dst, src)], stream)
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], stream: Stream) -> None:
         assert isinstance(stream, CudaStream)
-        with torch.cuda.stream(stream.stream):
-            dst.copy_(src, non_blocking=True)
+        with torch.cuda.stream(stream.stream):  # entered once: it costs more than a copy's launch
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
 
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         assert isinstance(stream, CudaStream)

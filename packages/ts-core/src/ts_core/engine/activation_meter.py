@@ -28,6 +28,9 @@ _SIMPLE = (
 )
 
 
+Range = tuple[int, int, int]  # storage, first byte, bytes
+
+
 class ActivationMeter:
     """Counts the storages that autograd saves, each once, where it is saved first.
 
@@ -38,20 +41,20 @@ class ActivationMeter:
     Attributes:
         finished: blocks that were called.
         broken: whether one of them raised.
-        sizes: per block, bytes of each of its pages.
     """
 
     def __init__(self, count: int, store: PageStore) -> None:
         self.finished: set[int] = set()
         self.broken = False
-        self.sizes: list[list[int]] = [[] for _ in range(count)]
         self._store = store
         self._saved = [0] * count
         self._boundary = [0] * count
         # A weak reference keeps a storage's identity from being used again in this pass.
         self._seen: dict[int, StorageWeakRef] = {}
         self._inputs: dict[int, StorageWeakRef] = {}
-        self._ranges: dict[tuple[int, int, int], set[int]] = {}
+        self._ranges: dict[Range, set[int]] = {}
+        self._pages: list[dict[Range, None]] = [{} for _ in range(count)]
+        self._pageable = [0] * count
         self._weights: set[int] = set()
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
@@ -81,9 +84,15 @@ class ActivationMeter:
     def result(self) -> list[BlockActivations]:
         """What was measured, in the order of the stack."""
         return [
-            BlockActivations(saved, min(sum(sizes), saved), min(boundary, saved))
-            for saved, sizes, boundary in zip(self._saved, self.sizes, self._boundary, strict=True)
+            BlockActivations(saved, min(pageable, saved), min(boundary, saved))
+            for saved, pageable, boundary in zip(
+                self._saved, self._pageable, self._boundary, strict=True
+            )
         ]
+
+    def pages(self) -> list[list[tuple[Range, int]]]:
+        """Per block, what it would page by itself in the order of saving: range and bytes."""
+        return [[(key, key[2]) for key in found] for found in self._pages]
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return (
@@ -101,15 +110,17 @@ class ActivationMeter:
         if storage._cdata not in self._seen:
             self._seen[storage._cdata] = StorageWeakRef(storage)
             self._saved[index] += storage.nbytes()
-        covered = self._store.range_of(tensor)
+        covered = self._store.ranges.of(tensor)
         if covered is None:
             return
+        key = (storage._cdata, *covered)
+        self._pages[index].setdefault(key)
         # What a block saves of its output is a page of the next one too, if that alone is paged.
         # What more blocks share (a mask, say) is one page.
-        blocks = self._ranges.setdefault((storage._cdata, *covered), set())
+        blocks = self._ranges.setdefault(key, set())
         if not blocks or (index not in blocks and index == min(blocks) + 1):
             blocks.add(index)
-            self.sizes[index].append(covered[1])
+            self._pageable[index] += covered[1]
 
 
 def plain_tensors(blocks: Iterable[nn.Module]) -> list[torch.Tensor]:

@@ -14,44 +14,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from ts_core.device.base import Device
+from ts_core.engine.activation_memory import ActivationMemory
 from ts_core.engine.activation_meter import (
     ActivationMeter,
+    Range,
     plain_tensors,
     stateful_argument,
     tensors_in,
 )
 from ts_core.engine.activation_options import ActivationOptions
 from ts_core.engine.activation_pages import PageStore, Span
-from ts_core.engine.host_buffers import HostBuffers
+from ts_core.engine.activation_search import PolicySearch
+from ts_core.engine.page_transfers import batches_of
 from ts_core.engine.saved_tensors import outer_checkpoint
-from ts_core.engine.step_times import StepTimes
 from ts_core.errors import OptionError, StateError
-from ts_core.memory.arena import PinnedArena, default_arena
-from ts_core.memory.ram import ram_available_bytes, ram_limit_bytes
-from ts_core.memory.ram_floor import RamFloor
+from ts_core.memory.arena import PinnedArena
 from ts_core.schedule.activation_policy import (
-    ActivationLimits,
     ActivationPolicy,
     BlockActivations,
-    decide,
-    extra_device_bytes,
     halve_pages,
     offload_named,
-    ram_floor,
-    ram_room,
     recompute_named,
 )
-from ts_core.schedule.activation_tuner import Fixed, RecomputeTuner, SlowdownTuner, Tuner
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
 from ts_core.transfer import CopyEngine
 
 # An input this much larger than the one that was measured is measured again.
 _LARGER = 1.02
-# Steps of a settled policy before its peak is looked at, and how often that may change it.
-_STEPS_TO_PEAK = 2
-_CORRECTIONS = 3
-_USE_OF_SLACK = 0.9
 
 
 class Activations:
@@ -77,31 +66,24 @@ class Activations:
         read_ram: Callable[[], int] | None = None,
     ) -> None:
         self.options = options
-        self.decision = "not decided yet: the first training step measures"
         self.measured: list[BlockActivations] = [BlockActivations(0, 0, 0)] * len(blocks)
         self.recomputed = 0
+        self.memory = ActivationMemory(copies, options, arena, read_ram)
         self._blocks = list(blocks)
         self._copies = copies
-        self._device: Device = copies.device
+        self._device = copies.device
         self._say = say
-        self._arena = arena or default_arena()
-        self._read_ram = read_ram or ram_available_bytes
-        self._buffers = HostBuffers(self._arena)
-        self.store = PageStore(copies, self._buffers, options.min_bytes, options.prefetch_depth)
-        self._floor = RamFloor(ram_floor(ram_limit_bytes()), self._ram_is_low, read=self._read_ram)
-        self._low: int | None = None
-        self._stateful: str | None = None
+        self._search = PolicySearch(options, self._device, self.memory, len(blocks), say)
+        self.store = PageStore(
+            copies, self.memory.buffers, options.min_bytes, options.prefetch_depth
+        )
         self._meter: ActivationMeter | None = None
-        self._limits: ActivationLimits | None = None
-        self._tuner: Tuner = Fixed(ActivationPolicy((KEEP,) * len(blocks)))
-        self._corrections = 0
-        self._passes = 0
-        self._times = StepTimes(self._device)
+        self._attempts = 0  # forwards that the probe under way has seen
         self._modes: list[str] = []
         self._moves = False
         self._weights: list[torch.Tensor] = []
         self._probed_numel = 0
-        self._sizes: list[list[int]] = [[] for _ in blocks]
+        self._pages: list[list[tuple[Range, int]]] = [[] for _ in blocks]
         # Told what was measured, and the room there is beyond a step that recomputes every block;
         # returns the bytes of it that have a better use.
         self.share_room: Callable[[Sequence[BlockActivations], int], int] | None = None
@@ -109,6 +91,11 @@ class Activations:
         self._say_how_it_begins()
 
     # -- what was decided ---------------------------------------------------------------------
+
+    @property
+    def decision(self) -> str:
+        """The last decision, in plain words."""
+        return self._search.decision
 
     @property
     def measuring(self) -> bool:
@@ -140,7 +127,7 @@ class Activations:
         """Whether the policy may still change by itself."""
         if self._meter is not None:
             return self.options.searches and self._device.separate_memory
-        return not self._tuner.settled or self._corrections > 0
+        return self._search.adapting
 
     @property
     def stats(self) -> dict[str, int]:
@@ -148,9 +135,9 @@ class Activations:
         return {
             **asdict(self.store.stats),
             "recomputed": self.recomputed,
-            "host_bytes": self._buffers.held_bytes,
-            "host_bytes_in_use": self._buffers.used_bytes,
-            "host_allocations": self._buffers.allocations,
+            "host_bytes": self.memory.buffers.held_bytes,
+            "host_bytes_in_use": self.memory.buffers.used_bytes,
+            "host_allocations": self.memory.buffers.allocations,
         }
 
     def report(self) -> dict[str, Any]:
@@ -181,13 +168,14 @@ class Activations:
             raise StateError("nothing is measured yet: run a training step first.")
         modes = [mode if mode != KEEP else OFFLOAD for mode in self._modes]
         modes[total - count :] = [KEEP] * count
-        self._tuner = Fixed(ActivationPolicy(tuple(modes)))
-        self._corrections = 0
-        self._decided(f"{count} of {total} blocks keep their activations, as asked")
+        self._search.fix(
+            ActivationPolicy(tuple(modes)),
+            f"{count} of {total} blocks keep their activations, as asked",
+        )
 
     def close(self) -> None:
         """End the watch on RAM. Pages that graphs still hold stay readable."""
-        self._floor.stop()
+        self.memory.floor.stop()
 
     # -- called by the runner -----------------------------------------------------------------
 
@@ -199,17 +187,20 @@ class Activations:
     def new_pass(self, args: Any = (), kwargs: Any = None) -> None:
         """A forward of the model begins, with these arguments, outside any backward."""
         training = torch.is_grad_enabled()
-        if self._low is not None:
-            self._give_ram_back(self._low)
+        if self.memory.low is not None:
+            self._give_ram_back(self.memory.low)
         elif training:
             if self._meter is not None:
                 self._finish_probe()
-            self._time_steps()
-            self._look_at_peak()
+            if self._meter is not None:
+                self._search.stop_timing()
+            else:
+                self._search.time_steps()
+                self._search.look_at_peak()
         if not training:
-            self._times.skip()
-        if tuple(self._modes) != self._tuner.current.modes and self._meter is None:
-            self._adopt(self._tuner.current)
+            self._search.skip_step()
+        if tuple(self._modes) != self._search.current.modes and self._meter is None:
+            self._adopt(self._search.current)
         if training:
             self._look_at_input(args, kwargs)
         if self._meter is not None:
@@ -240,8 +231,9 @@ class Activations:
             mode != OFFLOAD and previous is not None and bool(previous.pages),
         )
 
-    def end(self, index: int, failed: bool) -> None:
+    def end(self, index: int, span: Span, failed: bool) -> None:
         """A block's forward has ended."""
+        span.call.end(failed)
         if self._meter is not None:
             self._meter.broken |= failed
             self._meter.finished.add(index)
@@ -270,10 +262,10 @@ class Activations:
         for index in recompute_named(options.recompute_asked, count):
             modes[index] = RECOMPUTE
         self._set_modes(modes)
-        self._passes = 0
-        self._buffers.limit_bytes = self._ram_room()
+        self._attempts = 0
+        self.memory.buffers.limit_bytes = self.memory.ram_room()
         if OFFLOAD in modes:
-            self._floor.start()
+            self.memory.floor.start()
         self._meter = ActivationMeter(count, self.store)
         if options.searches and self._device.separate_memory:
             self._device.reset_peak()
@@ -297,72 +289,17 @@ class Activations:
         assert meter is not None
         if not meter.finished:
             return
-        self._passes += 1
-        if meter.broken or (len(meter.finished) < len(self._blocks) and self._passes < 2):
+        self._attempts += 1
+        if meter.broken or (len(meter.finished) < len(self._blocks) and self._attempts < 2):
             self._meter = ActivationMeter(len(self._blocks), self.store)
             return
         self.measured = meter.result()
-        self._passes = 0
+        self._pages = meter.pages()
         self._meter = None
-        room = self._device_room()
+        room = self.memory.device_room(self.measured, self._modes)
         if room is not None and self.share_room is not None:
             room -= self.share_room(self.measured, room)
-        limits = ActivationLimits(
-            room, self._ram_room(), self.options.prefetch_depth, self._inflight()
-        )
-        found = isinstance(self._tuner, RecomputeTuner) and self._tuner.settled
-        self._search(limits, self._share() if found else None)
-        self._sizes = meter.sizes
-        self._decided(self._tuner.current.reasons[-1])
-
-    def _search(self, limits: ActivationLimits, share: float | None) -> None:
-        options = self.options
-        self._limits = limits
-        start = self._policy_for(share or 0.0)
-        everything_fits = all(mode == KEEP for mode in start.modes)
-        self._tuner = Fixed(start)
-        if options.trials and self._device.separate_memory:
-            if options.max_slowdown is not None and options.offload == "auto" and everything_fits:
-                self._tuner = SlowdownTuner(
-                    start, options.max_slowdown, options.tune_window, options.calibrate_steps
-                )
-            elif share is None and options.recompute == "auto":
-                self._tuner = RecomputeTuner(self._policy_for, options.tune_window)
-        watched = self._device.separate_memory and options.searches
-        if isinstance(self._tuner, SlowdownTuner):
-            watched = False  # its blocks stay away for their own reason
-        self._corrections = _CORRECTIONS if watched else 0
-        for reason in self._tuner.current.reasons[:-1]:
-            self._say(f"activations: {reason}")
-
-    def _share(self) -> float:
-        return self._tuner.share if isinstance(self._tuner, RecomputeTuner) else 0.0
-
-    def _policy_for(self, share: float) -> ActivationPolicy:
-        assert self._limits is not None
-        recompute = self.options.recompute_asked
-        if self._stateful is not None and recompute == "auto":
-            recompute = False
-        return decide(self.measured, self._limits, self.options.offload, recompute, share)
-
-    def _device_room(self) -> int | None:
-        """Device memory beyond what the probe needed, less what its own policy took."""
-        usable = self._device.usable_bytes()
-        if not self._device.separate_memory or usable is None:
-            return None
-        target = int(usable * (1 - self.options.headroom))
-        here = ActivationLimits(None, 0, self.options.prefetch_depth, self._inflight())
-        taken = extra_device_bytes(self.measured, self._modes, here)
-        return target - self._device.memory()["peak_allocated"] + taken
-
-    def _ram_room(self) -> int:
-        arena = self._arena.stats()
-        locked_and_free = max(0, arena["arena_pinned"] - arena["arena_used"])
-        mine = self._buffers.held_bytes + locked_and_free
-        return ram_room(self._read_ram() + mine, ram_limit_bytes())
-
-    def _inflight(self) -> int:
-        return self._copies.max_inflight_bytes
+        self._search.begin(self.measured, room)
 
     def _look_at_input(self, args: Any, kwargs: Any) -> None:
         """Measure (again) with the largest input so far."""
@@ -382,8 +319,8 @@ class Activations:
             self._begin_probe()
 
     def _cannot_recompute(self, index: int, stateful: str) -> str:
-        if self._stateful is None:
-            self._stateful = stateful
+        if self._search.recomputes:
+            self._search.recomputes = False
             self._say(
                 f"recompute: blocks get a {stateful}, which a second forward would change, so "
                 f"they are not recomputed. Pass use_cache=False to the model in training."
@@ -405,21 +342,8 @@ class Activations:
         self._weights = [
             w for w in plain_tensors(self._blocks) if w.numel() * w.element_size() >= least
         ]
-        self._passes = 0
-        held = self._buffers.held_bytes
-        if held:
-            self._copies.synchronize()  # so that no copy keeps a buffer
-            self._buffers.trim()
-        if give_back:
-            self._arena.trim()
-        if OFFLOAD in self._modes:
-            sizes = [size for index in self.offloaded_blocks for size in self._sizes[index]]
-            # What was held already may be held again, however little RAM is left.
-            self._buffers.limit_bytes = max(self._ram_room(), min(held, sum(sizes)))
-            self._buffers.provide(sizes)
-            self._floor.start()
-        else:
-            self._floor.stop()
+        self.memory.carve(self._slices() if OFFLOAD in self._modes else None, give_back)
+        self._search.adopted()
         if self.adapting:
             self._device.reset_peak()
 
@@ -427,78 +351,28 @@ class Activations:
         self._modes = list(modes)
         self._moves = any(mode != KEEP for mode in modes)
 
-    def _decided(self, text: str) -> None:
-        self.decision = text
-        self._say(f"activations: {text}" if not text.startswith("activations") else text)
-
-    def _time_steps(self) -> None:
-        """Give the tuner the times of finished steps; the device is never waited for."""
-        if self._tuner.settled or self._meter is not None:
-            self._times.clear()
-            return
-        for seconds, trial in self._times.finished():
-            if trial == self._tuner.trial:
-                self._tuner.observe(seconds)
-        if self._tuner.settled:
-            for reason in self._tuner.reasons:
-                self._say(f"activations: {reason}")
-            self._decided((self._tuner.current.reasons or self._tuner.reasons)[-1])
-        self._times.begin(self._tuner.trial)
-
-    def _look_at_peak(self) -> None:
-        """Once settled: what the measured peak leaves beyond what was foreseen is room, too.
-
-        So blocks return to the device, or leave it when the peak was higher.
-        """
-        if self._corrections == 0 or self._meter is not None or not self._tuner.settled:
-            return
-        self._passes += 1
-        if self._passes <= _STEPS_TO_PEAK:
-            return
-        usable = self._device.usable_bytes()
-        room = None if self._limits is None else self._limits.device_room
-        if usable is None or room is None:
-            self._corrections = 0
-            return
-        target = int(usable * (1 - self.options.headroom))
-        before = self._tuner.current
-        left = target - self._device.memory()["peak_allocated"]
-        unforeseen = left - (room - before.device_bytes)
-        self._corrections -= 1
-        if left >= 0 >= unforeseen:
-            self._corrections = 0  # within the target, and others use what was to spare
-            return
-        assert self._limits is not None
-        self._limits = ActivationLimits(
-            room + (int(unforeseen * _USE_OF_SLACK) if unforeseen > 0 else unforeseen),
-            self._ram_room(),
-            self._limits.prefetch_depth,
-            self._limits.inflight,
-        )
-        policy = self._policy_for(self._share())
-        if policy.modes == before.modes:
-            self._corrections = 0
-            return
-        self._tuner.current = policy
-        self._decided(f"{policy.reasons[-1]} (corrected by the measured peak)")
-
-    # -- RAM ----------------------------------------------------------------------------------
-
-    def _ram_is_low(self, available: int) -> None:
-        self._low = available  # the next forward acts on it
+    def _slices(self) -> list[int]:
+        """Bytes of the host slices that a step takes: what several blocks save is paged once."""
+        seen: set[Range] = set()
+        found: list[int] = []
+        for index in self.offloaded_blocks:
+            new = [(key, size) for key, size in self._pages[index] if key not in seen]
+            seen.update(key for key, _ in new)
+            found += batches_of((size for _, size in new), self.store.transfers.batch_bytes)
+        return found
 
     def _give_ram_back(self, available: int) -> None:
-        self._low = None
+        """RAM has run low: half of the paged blocks are recomputed from now on."""
+        self.memory.low = None
         if self.offloaded_blocks:
             policy = halve_pages(ActivationPolicy(tuple(self._modes)))
             self._say(
                 f"activations: available RAM ({human(available)}) is under the floor of "
-                f"{human(self._floor.floor_bytes)}: half of the {len(self.offloaded_blocks)} paged "
-                f"blocks are recomputed from now on"
+                f"{human(self.memory.floor.floor_bytes)}: half of the "
+                f"{len(self.offloaded_blocks)} paged blocks are recomputed from now on"
             )
             self._meter = None
-            self._corrections = 0
-            self._tuner = Fixed(policy)
-            self.decision = "half of the paged blocks recomputed, since RAM ran low"
+            text = "half of the paged blocks recomputed, since RAM ran low"
+            self._search.fix(policy, text, silently=True)
             self._adopt(policy, give_back=True)
-        self._floor.rearm()
+        self.memory.floor.rearm()

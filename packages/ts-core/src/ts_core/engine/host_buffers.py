@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,22 @@ class HostBuffer:
 
     bytes_h: torch.Tensor
     last: Event | None = None
+    _sizes: tuple[int, ...] = ()
+    _parts: tuple[list[torch.Tensor], list[int]] = field(default_factory=lambda: ([], []))
+
+    def parts(self, sizes: tuple[int, ...], align: int) -> tuple[list[torch.Tensor], list[int]]:
+        """Parts of these sizes one behind the other, and their first bytes: multiples of `align`.
+
+        Made once for the same sizes, which come again from step to step.
+        """
+        if sizes != self._sizes:
+            starts, end = [], 0
+            for size in sizes:
+                starts.append(end)
+                end += -(-size // align) * align
+            parts = [self.bytes_h[at : at + n] for at, n in zip(starts, sizes, strict=True)]
+            self._sizes, self._parts = sizes, (parts, starts)
+        return self._parts
 
 
 class HostBuffers:

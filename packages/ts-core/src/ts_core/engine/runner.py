@@ -103,7 +103,7 @@ class BlockRunner:
                         output = forward(*args, **kwargs)
             failed = False
         finally:
-            activations.end(index, failed)
+            activations.end(index, span, failed)
         if span.watch_output:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

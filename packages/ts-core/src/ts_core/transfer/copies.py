@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
 
 
 After: TypeAlias = Event | Sequence[Event | None] | None
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # destination, source
 
 
 def events_of(after: After) -> list[Event]:
@@ -108,6 +110,21 @@ class CopyEngine:
         pairs = [(dst_d[to : to + n], src_h[at : at + n]) for to, at, n in pieces]
         return self._copy_all("h2d", pairs, after, keep=(dst_d, src_h))
 
+    def h2d_all(self, pairs: Sequence[Pair], after: After = None) -> Event:
+        """Queue copies (dst_d, src_h) after `after`; returns the event of the completion of all."""
+        return self._copy_all("h2d", pairs, after, keep=tuple(itertools.chain(*pairs)))
+
+    def d2h_all(self, pairs: Sequence[Pair], after: After = None, leave_bytes: int = 0) -> Event:
+        """Queue copies (dst_h, src_d) after `after`; returns the event of the completion of all.
+
+        Args:
+            pairs: at least one.
+            after: what the first waits for.
+            leave_bytes: of the limit on bytes in flight, for what the caller holds back itself.
+        """
+        keep = tuple(itertools.chain(*pairs))
+        return self._copy_all("d2h", pairs, after, keep, leave_bytes)
+
     def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: After = None) -> Event:
         """Queue a copy to the host after `after`; returns the event of its completion."""
         return self._copy("d2h", dst_h, src_d, after)
@@ -152,23 +169,23 @@ class CopyEngine:
     def _copy_all(
         self,
         direction: str,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Sequence[Pair],
         after: After,
         keep: tuple[torch.Tensor, ...],
+        leave_bytes: int = 0,
     ) -> Event:
         lane = self._lanes[direction]
+        most = self.max_inflight_bytes - leave_bytes
         size_bytes = sum(src.numel() * src.element_size() for _, src in pairs)
         with lane.lock:
             lane.retire()
-            while lane.in_flight and (lane.in_flight_bytes + size_bytes > self.max_inflight_bytes):
+            while lane.in_flight and lane.in_flight_bytes + size_bytes > most:
                 lane.stats.limit_waits += 1
                 self.device.host_wait(lane.in_flight[0].event)
                 lane.in_flight_bytes -= lane.in_flight.popleft().size_bytes
             for event in events_of(after):
                 edges.wait(self.device, lane.stream, event)
-            for dst, src in pairs:
-                edges.pause(self.device, lane.stream)
-                self.device.copy(dst, src, lane.stream)
+            self.device.copy_all(self._paused(pairs, lane.stream), lane.stream)
             edges.pause(self.device, lane.stream)
             event = lane.stream.record()
             lane.in_flight.append(_InFlight(event, size_bytes, keep))
@@ -176,3 +193,8 @@ class CopyEngine:
             lane.stats.bytes += size_bytes
             lane.stats.copies += len(pairs)
         return event
+
+    def _paused(self, pairs: Sequence[Pair], stream: Stream) -> Iterator[Pair]:
+        for pair in pairs:
+            edges.pause(self.device, stream)
+            yield pair
