@@ -271,5 +271,4 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 _OFF = _one_of("auto", False, None)
 _NOT_BUILT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peer": (_OFF, "'auto', False or None"),
-    "cuda_graphs": (_one_of("auto", False), "'auto' or False (no replay)"),
 }

@@ -86,7 +86,6 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
     ("name", "value"),
     [
         ("peer", 1 << 20),
-        ("cuda_graphs", True),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:

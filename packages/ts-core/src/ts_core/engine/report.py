@@ -30,6 +30,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes),
         experts (with moe_paging: layers, experts, host_bytes, slot_bytes, calls, picked, loads,
         load_bytes, whole_bytes)
+        replay (with cuda_graphs: on, recorded, dropped, replayed_forwards, replayed_backwards;
+        eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons).
 
@@ -61,6 +63,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         report["attention"] = session.attention.report()
     if session.experts is not None:
         report["experts"] = session.experts.report()
+    if session.replay is not None:
+        report["replay"] = session.replay.report()
     report["plan"] = _plan(session)
     return report
 

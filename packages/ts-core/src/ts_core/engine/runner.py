@@ -22,8 +22,9 @@ from ts_core.engine.activation_meter import tensors_in
 from ts_core.engine.activations import Activations
 from ts_core.engine.own_buffers import OwnBuffers
 from ts_core.engine.own_forward import OwnForward
+from ts_core.engine.replay.policy import BlockReplay
 from ts_core.engine.saved_tensors import PLAIN_TYPES, saved_tensor_hooks
-from ts_core.schedule.plan import OFFLOAD, RECOMPUTE
+from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE
 from ts_core.store.pager import ParamPager
 
 
@@ -34,6 +35,7 @@ class BlockRunner:
         blocks: the stack, in order.
         pager: of its paged weights; None when none stream.
         activations: decides where activations are; None leaves them alone.
+        replay: replays blocks that were recorded; None never does.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class BlockRunner:
         blocks: Sequence[nn.Module],
         pager: ParamPager | None,
         activations: Activations | None = None,
+        replay: BlockReplay | None = None,
     ) -> None:
         self._pager = pager
         self._activations = activations
+        self._replay = replay
         self._handles: list[RemovableHandle] = []
         self._forwards: list[OwnForward] = []
         self._release_queued = False
@@ -72,7 +76,7 @@ class BlockRunner:
                 self._activations.new_pass(args, kwargs)
                 if self._removed:
                     return  # blocks have changed place, and another runner has taken over
-                if self._activations.done and self._pager is None:
+                if self._activations.done and self._pager is None and self._replay is None:
                     self._restore_forwards()
                 else:
                     self._replace_forwards()
@@ -82,25 +86,31 @@ class BlockRunner:
         guard = self._guard(index)
         activations = self._activations
         if activations is None or activations.done or in_backward() or not torch.is_grad_enabled():
-            if guard is None or not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            with saved_tensor_hooks(guard):
-                return forward(*args, **kwargs)
+
+            def plainly() -> Any:
+                if guard is None or not torch.is_grad_enabled():
+                    return forward(*args, **kwargs)
+                with saved_tensor_hooks(guard):
+                    return forward(*args, **kwargs)
+
+            return self._perhaps_replayed(index, KEEP, forward, args, kwargs, plainly)
         if activations.store.went_back:
             activations.new_pass()  # the caller does not go through the model's own forward
         span = activations.begin(index, args, kwargs)
         failed = True
         try:
-            if span.mode == RECOMPUTE:
-                again = self._recomputation(index, forward, guard, span.observe)
-                output = checkpoint(again, *args, use_reentrant=False, **kwargs)
-            else:
+
+            def as_decided() -> Any:
+                if span.mode == RECOMPUTE:
+                    again = self._recomputation(index, forward, guard, span.observe)
+                    return checkpoint(again, *args, use_reentrant=False, **kwargs)
                 page = span.call.page if span.mode == OFFLOAD else None
                 if page is None and span.observe is None and guard is None:
-                    output = forward(*args, **kwargs)
-                else:
-                    with saved_tensor_hooks(guard, page, span.observe):
-                        output = forward(*args, **kwargs)
+                    return forward(*args, **kwargs)
+                with saved_tensor_hooks(guard, page, span.observe):
+                    return forward(*args, **kwargs)
+
+            output = self._perhaps_replayed(index, span.mode, forward, args, kwargs, as_decided)
             failed = False
         finally:
             activations.end(index, span, failed)
@@ -109,6 +119,30 @@ class BlockRunner:
                 if tensor.requires_grad:
                     tensor.register_hook(span.call.reached)
         return output
+
+    def _perhaps_replayed(
+        self,
+        index: int,
+        mode: str,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        eager: Callable[[], Any],
+    ) -> Any:
+        if self._replay is None or in_backward():
+            return eager()
+        if mode == OFFLOAD:
+            return self._replay.paged(eager)
+        enter = functools.partial(self._enter_again, index)
+        guard = self._guard(index)
+        return self._replay.call(index, mode, forward, args, kwargs, eager, enter, guard)
+
+    def _enter_again(self, index: int) -> None:
+        """Before the backward of a replayed block."""
+        if self._activations is not None:
+            self._activations.store.went_back = True
+        if self._pager is not None:
+            self._pager.enter(index, -1)
 
     def _recomputation(
         self,

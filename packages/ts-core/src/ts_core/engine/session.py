@@ -20,6 +20,7 @@ from ts_core.engine.attention import AttentionChoice
 from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.no_copies import NO_COPY, NoCopies
+from ts_core.engine.replay import BlockReplay
 from ts_core.engine.runner import BlockRunner, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
@@ -86,6 +87,7 @@ class TrainStreamSession:
         self.store: ImageStore | None = None
         self.runner: BlockRunner | None = None
         self.activations: Activations | None = None
+        self.replay: BlockReplay | None = None
         self.experts: ExpertPaging | None = None
         self.stored_experts: StoredExperts | None = None
         self.quantized: dict[str, Any] = {}
@@ -127,7 +129,7 @@ class TrainStreamSession:
             self.runner.remove()
             self.runner = None
         if self.pager is not None or self.activations is not None:
-            self.runner = BlockRunner(self.blocks, self.pager, self.activations)
+            self.runner = BlockRunner(self.blocks, self.pager, self.activations, self.replay)
 
     def hook_model(self, model: nn.Module) -> None:
         """Make reads of trained weights wait for their updates in flight."""
@@ -207,6 +209,8 @@ class TrainStreamSession:
             model.__dict__.pop("zero_grad", None)
         if self.runner is not None:
             self.runner.remove()
+        if self.replay is not None:
+            self.replay.close()
         if self.attention is not None:
             self.attention.remove()
         if self.activations is not None:

@@ -38,6 +38,7 @@ from ts_core.engine.planning import (
 )
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
+from ts_core.engine.replay import replay_for
 from ts_core.engine.residence import plan_with_state, staying
 from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, serve_stored, start_adapters
@@ -221,6 +222,7 @@ def _assemble(
         session.activations = Activations(blocks, copies, activation_options(config), log)
     session.attention = AttentionChoice(config.attention, device, log)
     session.attention.install(model, blocks)  # inside what is computed again
+    session.replay = replay_for(session, model)
     session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
     start_optimizer(session)
@@ -415,9 +417,6 @@ def _made_optimizer(
 
 def _defaults_in_words(config: WrapOptions) -> list[str]:
     lines = []
-    for name in ("cuda_graphs",):
-        if getattr(config, name) == "auto":
-            lines.append(f"{name}='auto': off, not built in this version")
     for name in ("kernels", "fused_lora"):
         if getattr(config, name) == "auto":
             lines.append(

@@ -319,7 +319,7 @@ class ParamPager:
         present = self._slot_of.get(image.index)
         if present is not None:
             return present
-        slot = self._free_slot(keep)
+        slot = self._free_slot(keep, image)
         if slot is None:
             return None
         self._evict(slot)
@@ -347,7 +347,10 @@ class ParamPager:
 
         return DeferredLoad(writers, start)
 
-    def _free_slot(self, keep: set[int]) -> Slot | None:
+    def _free_slot(self, keep: set[int], image: BlockImage) -> Slot | None:
+        """A slot whose block is not in `keep`; the block's own where it can be, so that its weights
+        have the same addresses in every step (block replay).
+        """
         candidates = [
             slot
             for slot in self.ring.slots
@@ -355,7 +358,11 @@ class ParamPager:
         ]
         if not candidates:
             return None
-        return min(candidates, key=lambda slot: (slot.index in self._owner, slot.last_use))
+        own = self.order.index(image.index) % len(self.ring.slots)
+        return min(
+            candidates,
+            key=lambda slot: (slot.index != own, slot.index in self._owner, slot.last_use),
+        )
 
     def _empty(self) -> None:
         for slot in self.ring.slots:

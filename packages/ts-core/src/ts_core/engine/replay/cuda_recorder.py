@@ -1,0 +1,104 @@
+"""Recording as CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ts_core.engine.replay.recorder import Recorded, Recorder
+
+
+class CudaGraph(Recorded):
+    """One captured graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaRecorder(Recorder):
+    """Captures on a stream of its own into one private pool.
+
+    Other host threads copy and update meanwhile, so captures are of mode "thread_local": only the
+    calling thread is held to what a capture allows. Autograd's thread launches into the captured
+    stream, since backward nodes run on the stream of their forward. Warming up uses another stream
+    than capturing, so that cuBLAS makes its workspace for the latter inside the pool.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._warm = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
+
+    @property
+    def generator(self) -> torch.Generator:
+        index = self._device.index
+        return torch.cuda.default_generators[0 if index is None else index]
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        current = torch.cuda.current_stream(self._device)
+        self._warm.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._warm):
+                work()
+        finally:
+            # Not only behind it: what the work frees may be given to any stream afterwards.
+            self._warm.synchronize()
+
+    def record(self, work: Callable[[], None]) -> Recorded:
+        torch.cuda.synchronize(self._device)
+        held = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # finalizers may ask for events, which a capturing thread must not
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    self._stop_allocating()
+                    raise
+        except BaseException:
+            self.broken = True
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - held)
+        return CudaGraph(graph)
+
+    def place(self) -> Any:
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def pool_bytes(self) -> int:
+        return self._pool_bytes
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture whose work raised; the driver then often calls the capture invalid."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the work's own error says more, and is raised
+            self._stop_allocating()
+
+    def _stop_allocating(self) -> None:
+        """torch leaves its allocator in the pool when a capture could not be ended."""
+        try:
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+        except RuntimeError:  # it had left it
+            return

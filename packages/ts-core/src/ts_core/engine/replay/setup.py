@@ -1,0 +1,65 @@
+"""Whether a wrapped model's blocks are replayed, and by what."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ts_core.device import Device
+from ts_core.engine.blocks import shared_parameters
+from ts_core.engine.replay.cuda_recorder import CudaRecorder
+from ts_core.engine.replay.policy import BlockReplay
+from ts_core.engine.replay.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ts_core.engine.session import TrainStreamSession
+
+# cuda_graphs="auto": to be turned on when its gain has been measured on a GPU.
+AUTO_IS_ON = False
+
+
+def recorder_for(device: Device) -> Recorder | None:
+    """What records on a device; None where nothing can."""
+    return CudaRecorder(device.torch_device) if device.kind == "cuda" else None
+
+
+def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | None:
+    """The replay that a session's options ask for, if any; says why not."""
+    asked, say = session.config.cuda_graphs, session.log
+    if asked is False or not session.blocks:
+        return None
+    if asked == "auto" and not AUTO_IS_ON:
+        say(
+            "cuda_graphs='auto': off until its gain has been measured; cuda_graphs=True turns it on"
+        )
+        return None
+    recorder = recorder_for(session.device)
+    if recorder is None:
+        say(f"cuda_graphs={asked!r}: off, as there is no GPU")
+        return None
+    here = weakref.ref(session)
+
+    def settled() -> bool:
+        now = here()
+        return now is not None and not now.adapting
+
+    def room_bytes() -> int | None:
+        now = here()
+        usable = None if now is None else now.device.usable_bytes()
+        if now is None or usable is None:
+            return None
+        target = int(usable * (1 - now.config.vram_headroom))
+        return target - now.device.memory()["allocated"]
+
+    shared = frozenset(shared_parameters(model, session.blocks))
+    return BlockReplay(
+        session.blocks,
+        recorder,
+        session.device.torch_device,
+        say,
+        settled,
+        room_bytes,
+        shared,
+    )
