@@ -14,6 +14,7 @@ from torch import nn
 
 from ts_core.engine.placement import block_leaves, move_resident
 from ts_core.engine.planning import work_of
+from ts_core.engine.slot_depth import SlotDepth
 from ts_core.errors import OutOfBudgetError
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions
 from ts_core.schedule.activation_policy import BlockActivations
@@ -56,11 +57,13 @@ class PlacementAdapter:
             movable = [index for index in movable if not (trained and trained[index])]
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
+        self.depth = self._new_depth(session)
 
     @property
     def adapting(self) -> bool:
-        """Whether blocks may still change place."""
-        return self.corrector.adapting
+        """Whether blocks may still change place, or stream through another number of slots."""
+        trying = self.depth is not None and not self.depth.tuner.settled
+        return self.corrector.adapting or trying
 
     def between_steps(self) -> None:
         """Called before a training forward: look at the step before, and move blocks."""
@@ -84,6 +87,8 @@ class PlacementAdapter:
             self._move(session, before, found)
         elif was_adapting and not self.corrector.adapting:
             session.log(f"plan: settled after {self._seen} steps")
+        if found is None and settled and not self.corrector.adapting:
+            self._try_slots(session, peak)
 
     def share_room(self, measured: Sequence[BlockActivations], room: int) -> int:
         """Activations are known now: move blocks as the shortest predicted step has them.
@@ -118,7 +123,36 @@ class PlacementAdapter:
             session.log(f"plan: blocks stay where they are, since moving them failed: {error}")
             moved = False
         session.device.reset_peak()
+        self.depth = self._new_depth(session)
         return moved
+
+    def _new_depth(self, session: TrainStreamSession) -> SlotDepth | None:
+        """For the placement in force, where slots are memory that has a limit."""
+        if session.pager is not None:
+            session.pager.waits = None
+        limited = session.device.separate_memory and self.corrector.target is not None
+        return SlotDepth(session.device, session.plan) if limited and session.plan.paged else None
+
+    def _try_slots(self, session: TrainStreamSession, peak: int) -> None:
+        """Give the ring as many slots as the steps so far have shown to be fastest."""
+        pager, target, depth = session.pager, self.corrector.target, self.depth
+        if depth is None or pager is None or target is None or session.optimizer is None:
+            return
+        trying = not depth.tuner.settled
+        if depth.observe(pager, target - peak):
+            session.optimizer.synchronize()
+            try:
+                pager.take_out((), depth.tuner.slots)
+            except OutOfBudgetError:  # the pool has less than the peak showed
+                depth.tuner.tighten()
+                pager.take_out((), depth.tuner.slots)
+            session.plan = self.corrector.plan = depth.with_slots(session.plan)
+            session.device.reset_peak()
+        if trying and depth.tuner.settled:
+            session.log(
+                f"plan: {depth.tuner.slots} slots for the {len(session.plan.paged)} blocks that "
+                f"stream: {depth.tuner.reason}"
+            )
 
     def _apply(self, session: TrainStreamSession, plan: Plan) -> None:
         """Let exactly the blocks of `plan.paged` stream."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from ts_core.device.base import Event
 from ts_core.errors import StateError
 from ts_core.store.homes import DeferredLoad, TrainedHome
 from ts_core.store.images import BlockImage
+from ts_core.store.load_waits import LoadWaits
 from ts_core.store.plain_mode import plain_mode
 from ts_core.store.saved_views import SavedView
 from ts_core.transfer import CopyEngine, Slot, SlotRing
@@ -53,6 +54,7 @@ class ParamPager:
         self.order = sorted(self.images)
         self.copies = copies
         self.stats = PagerStats()
+        self.waits: LoadWaits | None = None  # set while waits for loads are timed
         slot_bytes = max((image.size_bytes for image in images), default=0)
         slot_count = min(slot_count, len(images))
         self.ring = SlotRing(copies.device, slot_bytes, slot_count)
@@ -308,7 +310,8 @@ class ParamPager:
         if not slot.waited:
             assert slot.ready is not None
             try:
-                self.copies.wait_compute(slot.ready)
+                with nullcontext() if self.waits is None else self.waits.around():
+                    self.copies.wait_compute(slot.ready)
             except BaseException:
                 self._drop(image)  # what a copy that failed left in the slot is never read
                 raise
