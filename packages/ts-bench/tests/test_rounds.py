@@ -69,7 +69,7 @@ def no_process(monkeypatch) -> list[dict]:
     """Jobs are noted instead of run."""
     jobs: list[dict] = []
 
-    def note(job, folder, limit_s):
+    def note(job, folder, limit_s, starter, own_interpreter):
         jobs.append(job)
         return records.CRASHED, "not run in this test", None
 

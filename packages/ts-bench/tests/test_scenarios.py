@@ -49,7 +49,6 @@ def test_block_parameters_counts_what_transformers_builds(shape) -> None:
 
 
 def test_names_tell_the_settings() -> None:
-    assert len(SCENARIOS) == 12
     scenario = get_scenario("lora-14b-nf4-1x512-24g")
     assert (scenario.shape, scenario.batch, scenario.tokens) == (QWEN_14B, 1, 512)
     assert (scenario.mode, scenario.base, scenario.lora_rank) == ("lora", "nf4", 16)
@@ -78,6 +77,8 @@ def test_unknown_name_lists_all() -> None:
         {"tokens": 1},
         {"lora_rank": True},
         {"limit_bytes": 0},
+        {"documents": 3},
+        {"documents": 0},
     ],
 )
 def test_wrong_values_are_refused_by_name(change) -> None:

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the files; returns the exit status."""
     from ts_bench.adam import measure
     from ts_bench.adam_report import plot, show
-    from ts_bench.cli import _invoked
+    from ts_bench.cli import invoked
     from ts_core._native import usable_cores
 
     millions = args.millions if args.millions is not None else max(16, 4 * usable_cores())
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         levels=args.levels,
         moments=args.moments,
-        command=_invoked(),
+        command=invoked(),
         on_round=lambda done: print(f"round {done} of {args.rounds}", file=sys.stderr, flush=True),
     )
     show(measured)

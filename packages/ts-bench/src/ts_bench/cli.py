@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from ts_bench import adam_command, quality_command, records
+from ts_bench import adam_command, quality_command, records, suite_command
 from ts_bench.records import Record
 from ts_bench.scenarios import GB, SCENARIOS, Scenario, get_scenario
 from ts_core.errors import OptionError, TrainStreamError
@@ -37,6 +37,9 @@ class BenchCommand:
         show.add_argument("--baseline", help="engine that ratios are relative to")
         show.add_argument("--plot", type=Path, help="also draw a picture (png, svg, pdf)")
         show.set_defaults(_bench=_show)
+        suite_command.configure(
+            subparsers.add_parser("suite", help="a list of runs, most telling first")
+        )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
         quality_command.configure(
             subparsers.add_parser("quality", help="perplexity of every quantized format")
@@ -68,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _configure_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scenario", action="append", required=True, metavar="NAME", help="see `list`; repeatable")
-    add("--engines", metavar="A,B", help="comma-separated; default: every engine installed")
+    add(
+        "--engines",
+        metavar="A,B",
+        help="comma-separated, as name or name[option=value]; default: every engine installed",
+    )
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--repeats", type=int, default=1, help="rounds, each in another order (%(default)s)")
     add("--warmup", type=int, default=3, help="steps before timing (%(default)s)")
@@ -80,6 +87,9 @@ def _configure_compare(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, help="torch's CPU threads in each process")
     add("--run-limit", type=float, default=600, help="seconds for one process (%(default)s)")
     add("--time-limit", type=float, help="seconds for everything; the rest is noted as not run")
+    add("--profiled", type=int, default=0, help="steps profiled on a GPU (%(default)s)")
+    add("--link", action="store_true", help="measure the link in each process, too")
+    add("--preload", action="store_true", help="share the common imports between the processes")
     add("--baseline", help="engine that ratios are relative to")
     add("--out", type=Path, help="append the records to this file of JSON lines")
     add("--plot", type=Path, help="draw a picture (png, svg, pdf)")
@@ -122,14 +132,17 @@ def _compare(args: argparse.Namespace) -> int:
         threads=args.threads,
         run_limit_s=args.run_limit,
         time_limit_s=args.time_limit,
+        profiled=args.profiled,
+        link=args.link,
+        preload=args.preload,
     )
 
     def on_record(record: Record) -> None:
         if args.out is not None:
             records.append(args.out, record)
-        print(_progress(record), file=sys.stderr, flush=True)
+        print(progress(record), file=sys.stderr, flush=True)
 
-    found = compare(scenarios, engines, settings, on_record=on_record, command=_invoked())
+    found = compare(scenarios, engines, settings, on_record=on_record, command=invoked())
     show(summarize(found, args.baseline))
     if args.plot is not None:
         _draw(found, args.plot, args.baseline)
@@ -138,7 +151,7 @@ def _compare(args: argparse.Namespace) -> int:
     return 0 if succeeded and not broken else 1
 
 
-def _invoked() -> str:
+def invoked() -> str:
     """The command line, as one would type it."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
@@ -160,17 +173,19 @@ def _with_changes(scenario: Scenario, args: argparse.Namespace) -> Scenario:
 
 
 def _engines(text: str | None) -> list[str]:
+    from ts_bench.engines import get_engine, parse_spec, split_specs
     from ts_core.registry import bench_engines
 
     if text is None:
         return bench_engines.names()
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if not bench_engines.has(name):
-            bench_engines.get(name)  # raises, listing those that are installed
-    if len(set(names)) != len(names):
+    specs = split_specs(text)
+    for spec in specs:
+        name, options = parse_spec(spec)
+        if options or not bench_engines.has(name):
+            get_engine(spec)  # raises, listing those that are installed
+    if len(set(specs)) != len(specs):
         raise OptionError(f"engines: {text!r} names one twice; name each once.")
-    return names
+    return specs
 
 
 def _device(choice: str, scenarios: list[Scenario]) -> str:
@@ -190,7 +205,8 @@ def _device(choice: str, scenarios: list[Scenario]) -> str:
     return choice
 
 
-def _progress(record: Record) -> str:
+def progress(record: Record) -> str:
+    """One line about a record that has just been made."""
     place = f"[{record.scenario['name']}, round {record.repeat + 1}] {record.engine}"
     if record.variant:
         place += f" ({record.variant})"

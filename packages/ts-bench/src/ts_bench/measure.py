@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import statistics
 import sys
 import time
+from dataclasses import dataclass
 
 import psutil
 import torch
 
-from ts_bench.engines import Engine
+from ts_bench.activity import link_rates, profile
+from ts_bench.engines import Engine, UnsupportedError
 from ts_bench.records import Measurement
 from ts_bench.scenarios import Scenario
 from ts_core.errors import NonFiniteError, OptionError
 
 MODEL_SEED = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many steps of each kind.
+
+    Attributes:
+        warmup: not timed.
+        timed: timed.
+        profiled: profiled after the timed ones, on a CUDA device.
+    """
+
+    warmup: int
+    timed: int
+    profiled: int = 0
+
+    def __post_init__(self) -> None:
+        if self.warmup < 1 or self.timed < 1:
+            raise OptionError(
+                f"warmup and steps: {self.warmup} and {self.timed} are not accepted; use >= 1."
+            )
 
 
 def measure(
@@ -25,12 +50,9 @@ def measure(
     device: torch.device,
     warmup: int,
     steps: int,
+    profiled: int = 0,
 ) -> Measurement:
-    """Prepare the engine and run its steps.
-
-    Each timed step runs from an idle device to an idle device (synchronized before and after),
-    so work that a step leaves behind on streams counts, while work it leaves to host threads
-    counts in the step that waits for it.
+    """Prepare the engine and run its steps; see `Run`.
 
     Args:
         engine: what to run.
@@ -39,54 +61,112 @@ def measure(
         device: where; the scenario's memory cap is put on a CUDA device.
         warmup: steps that are run and not timed.
         steps: timed steps.
+        profiled: steps that are profiled after them.
 
     Raises:
         OptionError: no warm-up or no timed step, or a cap larger than the device.
         NonFiniteError: a loss was NaN or infinite, so the figures mean nothing.
         UnsupportedError, torch.OutOfMemoryError, MemoryError: from the engine.
     """
-    if warmup < 1 or steps < 1:
-        raise OptionError(f"warmup and steps: {warmup} and {steps} are not accepted; use >= 1.")
-    _cap_memory(scenario, device)
-    torch.manual_seed(MODEL_SEED)
-    begun = time.perf_counter()
-    step = engine.prepare(scenario, device, variant)
-    _synchronize(device)
-    prepare_s = time.perf_counter() - begun
-    prepare_peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    counts = Counts(warmup, steps, profiled)
+    return Run(engine, scenario, variant, device).measure(counts)
 
-    begun = time.perf_counter()
-    losses = [step() for _ in range(warmup)]
-    _synchronize(device)
-    warmup_s = time.perf_counter() - begun
-    times = []
-    for _ in range(steps):
-        _synchronize(device)
+
+class Run:
+    """An engine that has been prepared, and can be measured on scenarios of one model and cap.
+
+    Each timed step runs from an idle device to an idle device (synchronized before and after),
+    so work that a step leaves behind on streams counts, while work it leaves to host threads
+    counts in the step that waits for it.
+
+    Args:
+        engine, scenario, variant, device: as in `measure`.
+        link: also measure the link, before anything else is on the device.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scenario: Scenario,
+        variant: str,
+        device: torch.device,
+        *,
+        link: bool = False,
+    ) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        _cap_memory(scenario, device)
+        self.link_gb_s = link_rates(device) if link and self.cuda else None
+        if self.cuda:
+            torch.cuda.empty_cache()
+        torch.manual_seed(MODEL_SEED)
         begun = time.perf_counter()
-        loss = step()
+        self.step = engine.prepare(scenario, device, variant)
         _synchronize(device)
-        times.append(time.perf_counter() - begun)
-        losses.append(loss)
-    values = [float(loss) for loss in losses]
-    wrong = [number for number, value in enumerate(values) if not math.isfinite(value)]
-    if wrong:
-        raise NonFiniteError(f"the loss of step {wrong[0]} (from 0) is {values[wrong[0]]}")
-    cuda = device.type == "cuda"
-    rss = psutil.Process().memory_info().rss
-    return Measurement(
-        step_s=times,
-        losses=values,
-        prepare_s=prepare_s,
-        warmup_s=warmup_s,
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None,
-        prepare_peak_bytes=prepare_peak,
-        host_rss_bytes=rss,
-        host_peak_rss_bytes=_host_peak_bytes(rss),
-        details=step.details(),
-    )
+        self.prepare_s = time.perf_counter() - begun
+        self.prepare_peak = torch.cuda.max_memory_allocated(device) if self.cuda else None
+        self.scenario = scenario
+
+    def use(self, scenario: Scenario) -> None:
+        """Go on with another scenario.
+
+        Raises:
+            UnsupportedError: the engine cannot.
+        """
+        use = getattr(self.step, "use", None)
+        if use is None:
+            raise UnsupportedError("this engine cannot go on with other batches; run it by itself")
+        use(scenario)
+        self.scenario = scenario
+
+    def measure(self, counts: Counts) -> Measurement:
+        """Run and time steps."""
+        device, step = self.device, self.step
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        begun = time.perf_counter()
+        losses = [step() for _ in range(counts.warmup)]
+        _synchronize(device)
+        warmup_s = time.perf_counter() - begun
+        tell = getattr(step, "transferred", None)
+        before = tell() if tell is not None else {}
+        times, host = [], []
+        for _ in range(counts.timed):
+            _synchronize(device)
+            begun = time.perf_counter()
+            loss = step()
+            host.append(time.perf_counter() - begun)
+            _synchronize(device)
+            times.append(time.perf_counter() - begun)
+            losses.append(loss)
+        after = tell() if tell is not None else {}
+        values = [float(loss) for loss in losses]
+        wrong = [number for number, value in enumerate(values) if not math.isfinite(value)]
+        if wrong:
+            raise NonFiniteError(f"the loss of step {wrong[0]} (from 0) is {values[wrong[0]]}")
+        rss = psutil.Process().memory_info().rss
+        figures = Measurement(
+            step_s=times,
+            losses=values,
+            prepare_s=self.prepare_s,
+            warmup_s=warmup_s,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if self.cuda else None,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if self.cuda else None,
+            prepare_peak_bytes=self.prepare_peak,
+            host_rss_bytes=rss,
+            host_peak_rss_bytes=_host_peak_bytes(rss),
+            details=step.details(),
+            host_s=host,
+            transferred={way: (after[way] - before[way]) / counts.timed for way in after} or None,
+            link_gb_s=self.link_gb_s,
+        )
+        if counts.profiled and self.cuda:
+            try:
+                activity = profile(step, counts.profiled, statistics.median(times))
+            except RuntimeError as error:  # the timed steps stand without it
+                activity = {"error": f"{type(error).__name__}: {error}"}
+            figures = dataclasses.replace(figures, activity=activity)
+        return figures
 
 
 def _cap_memory(scenario: Scenario, device: torch.device) -> None:

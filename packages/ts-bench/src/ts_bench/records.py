@@ -38,6 +38,12 @@ class Measurement:
         host_rss_bytes: resident memory of the process after the last step.
         host_peak_rss_bytes: the most it ever was; None where the system does not tell.
         details: what the engine says about its set-up.
+        host_s: seconds of each timed step until the host had queued it all and returned.
+        activity: what the GPU did in a step, from a few profiled steps after the timed ones; see
+            `ts_bench.activity`. None without a CUDA device, or when it was not asked for.
+        transferred: bytes copied between host and device per timed step, by direction ("h2d",
+            "d2h"), where the engine counts them.
+        link_gb_s: page-locked copies of this process alone, by direction, in 1e9 bytes per second.
     """
 
     step_s: list[float]
@@ -50,6 +56,10 @@ class Measurement:
     host_rss_bytes: int
     host_peak_rss_bytes: int | None
     details: dict[str, Any] = field(default_factory=dict)
+    host_s: list[float] = field(default_factory=list)
+    activity: dict[str, Any] | None = None
+    transferred: dict[str, float] | None = None
+    link_gb_s: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class Scenario:
         lora_rank: rank of the adapters; alpha is twice that.
         needs_gpu: too large to be of use on a CPU.
         max_grad_norm: clip the global gradient norm to this; None does not clip.
+        documents: equal documents that each row is packed of; attention stays within each.
         note: one line for people.
     """
 
@@ -91,16 +92,22 @@ class Scenario:
     needs_gpu: bool = True
     note: str = ""
     max_grad_norm: float | None = None
+    documents: int = 1
 
     def __post_init__(self) -> None:
         _accept("mode", self.mode, MODES)
         _accept("base", self.base, BASES)
-        for field in ("batch", "tokens", "lora_rank"):
+        for field in ("batch", "tokens", "lora_rank", "documents"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{field}: {value!r} is not accepted; use an int >= 1.")
         if self.tokens < 2:
             raise OptionError("tokens: 1 is not accepted; predicting a next token takes two.")
+        if self.tokens % self.documents or self.tokens < 2 * self.documents:
+            raise OptionError(
+                f"documents: {self.documents} is not accepted; rows of {self.tokens} tokens do not "
+                f"divide into so many documents of two tokens or more."
+            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise OptionError(f"max_grad_norm: {self.max_grad_norm} is not accepted; use > 0.")
         if self.limit_bytes is not None and self.limit_bytes <= 0:
@@ -121,33 +128,42 @@ def _accept(option: str, value: str, accepted: tuple[str, ...]) -> None:
         raise OptionError(f"{option}: {value!r} is not accepted; use one of {', '.join(accepted)}.")
 
 
-def _lora_14b(base: str, tokens: int, limit_bytes: int, suffix: str) -> Scenario:
+def _lora_14b(base: str, batch: int, tokens: int, limit_gb: float, documents: int = 1) -> Scenario:
+    packed = "" if documents == 1 else f", each packed of {documents} documents"
     return Scenario(
-        name=f"lora-14b-{base}-1x{tokens}-{suffix}",
+        name=f"lora-14b-{base}-{'packed-' if packed else ''}{batch}x{tokens}-{limit_gb:g}g",
         shape=QWEN_14B,
         mode="lora",
         base=base,
-        batch=1,
+        batch=batch,
         tokens=tokens,
-        limit_bytes=limit_bytes,
-        note=f"LoRA r=16 on a {base} base of Qwen2.5-14B's shape, 1 x {tokens}, {suffix} cap",
+        limit_bytes=int(limit_gb * GB),
+        note=f"LoRA r=16 on a {base} base of Qwen2.5-14B's shape, {batch} x {tokens}{packed}, "
+        f"{limit_gb:g} GB cap",
+        documents=documents,
     )
 
 
 def _full(
-    size: str, shape: ModelShape, batch: int, tokens: int, limit_gb: int, clip: float | None = None
+    size: str,
+    shape: ModelShape,
+    batch: int,
+    tokens: int,
+    limit_gb: int | None,
+    clip: float | None = None,
 ) -> Scenario:
     clipping = "" if clip is None else f", gradient norm clipped to {clip}"
+    cap = "nocap" if limit_gb is None else f"{limit_gb}g"
     return Scenario(
-        name=f"full-{size}-{batch}x{tokens}-{limit_gb}g" + ("" if clip is None else "-clip"),
+        name=f"full-{size}-{batch}x{tokens}-{cap}" + ("" if clip is None else "-clip"),
         shape=shape,
         mode="full",
         base="fp32",
         batch=batch,
         tokens=tokens,
-        limit_bytes=limit_gb * GB,
+        limit_bytes=None if limit_gb is None else limit_gb * GB,
         note=f"full fine-tune of Qwen2.5-{size.upper()}'s shape in fp32 (bf16 autocast), "
-        f"{batch} x {tokens}, {limit_gb} GB cap{clipping}",
+        f"{batch} x {tokens}, {'no' if limit_gb is None else f'{limit_gb} GB'} cap{clipping}",
         max_grad_norm=clip,
     )
 
@@ -155,16 +171,23 @@ def _full(
 _ALL = [
     Scenario("tiny", TINY, "lora", "nf4", 1, 32, None, 4, False, "LoRA on a toy, for tests"),
     Scenario("tiny-full", TINY, "full", "fp32", 2, 16, None, 4, False, "full, on a toy"),
-    _lora_14b("nf4", 512, 24 * GB, "24g"),
-    _lora_14b("nf4", 512, 12_500_000_000, "12.5g"),
-    _lora_14b("nf4", 2048, 24 * GB, "24g"),
-    _lora_14b("nf4", 2048, 12 * GB, "12g"),
-    _lora_14b("fp8", 2048, 24 * GB, "24g"),
-    _lora_14b("bf16", 512, 24 * GB, "24g"),
+    _lora_14b("nf4", 1, 512, 24),
+    _lora_14b("nf4", 1, 512, 12.5),
+    _lora_14b("nf4", 1, 512, 12),
+    _lora_14b("nf4", 1, 2048, 24),
+    _lora_14b("nf4", 1, 2048, 12),
+    _lora_14b("nf4", 2, 2048, 24),
+    _lora_14b("nf4", 2, 2048, 24, documents=4),
+    _lora_14b("nf4", 2, 2048, 12, documents=4),
+    _lora_14b("fp8", 1, 2048, 24),
+    *(_lora_14b("bf16", 1, 512, limit_gb) for limit_gb in (24, 16, 12, 9)),
     _full("1.5b", QWEN_1_5B, 4, 512, 24),
     _full("1.5b", QWEN_1_5B, 4, 512, 24, clip=1.0),
     _full("1.5b", QWEN_1_5B, 4, 512, 8),
+    _full("1.5b", QWEN_1_5B, 4, 512, 8, clip=1.0),
+    _full("1.5b", QWEN_1_5B, 4, 512, None),
     _full("3b", QWEN_3B, 8, 1024, 24),
+    _full("3b", QWEN_3B, 8, 1024, None),
 ]
 SCENARIOS: dict[str, Scenario] = {scenario.name: scenario for scenario in _ALL}
 
@@ -178,3 +201,16 @@ def get_scenario(name: str) -> Scenario:
     if name not in SCENARIOS:
         raise OptionError(f"scenario: {name!r} is not accepted; use one of {', '.join(SCENARIOS)}.")
     return SCENARIOS[name]
+
+
+def toy_of(scenario: Scenario) -> Scenario:
+    """The scenario on a toy model, without its cap: for trying out a list of runs on a CPU."""
+    return dataclasses.replace(
+        scenario,
+        name=f"toy {scenario.name}",
+        shape=TINY,
+        tokens=8 * scenario.documents,
+        limit_bytes=None,
+        lora_rank=4,
+        needs_gpu=False,
+    )

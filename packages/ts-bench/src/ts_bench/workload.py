@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,8 @@ TOKEN_SEED = 1234
 BATCHES = 8
 
 MakeLinear = Callable[[nn.Linear], nn.Module]
-LossFunction = Callable[[nn.Module, Tensor], Tensor]
+Inputs = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Inputs], Tensor]
 
 
 def config_of(scenario: Scenario) -> Any:
@@ -114,14 +116,35 @@ def token_batches(scenario: Scenario, device: torch.device) -> Iterator[Tensor]:
         yield from batches
 
 
+def input_batches(scenario: Scenario, device: torch.device) -> Iterator[Inputs]:
+    """What the model is called with, step by step: `input_ids` and `labels`, without end.
+
+    Rows that are packed of documents come with `position_ids` that start again at each, which is
+    how transformers knows where one ends, and nothing predicts the first token of a document.
+    """
+    length = scenario.tokens // scenario.documents
+    batches = token_batches(scenario, device)
+    made = []
+    for _ in range(BATCHES):
+        ids = next(batches)
+        inputs = {"input_ids": ids, "labels": ids}
+        if scenario.documents > 1:
+            positions = torch.arange(length, device=device).repeat(scenario.documents)
+            inputs["position_ids"] = positions.expand(scenario.batch, -1).contiguous()
+            inputs["labels"] = ids.clone()
+            inputs["labels"][:, ::length] = -100
+        made.append(inputs)
+    return itertools.cycle(made)
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are trained."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def own_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """The model's own loss of predicting each next token of `ids` [batch, tokens]."""
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
+def own_loss(model: nn.Module, inputs: Inputs) -> Tensor:
+    """The model's own loss of predicting each next token of a batch."""
+    loss: Tensor = model(**inputs).loss
     return loss
 
 
@@ -134,9 +157,11 @@ class TrainStep:
         scenario: gives the batches.
         device: where model inputs go.
         details: what `details()` returns, or a function for it.
-        loss: of a model on token ids, computed under autocast.
+        loss: of a model on a batch, computed under autocast.
         clips: whether the optimizer clips by itself; else torch's function does, where the
             scenario asks for it.
+        transferred: tells bytes copied between host and device so far, by direction ("h2d",
+            "d2h"); None where nothing counts them.
     """
 
     def __init__(
@@ -148,25 +173,31 @@ class TrainStep:
         details: dict[str, Any] | Callable[[], dict[str, Any]],
         loss: LossFunction | None = None,
         clips: bool = False,
+        transferred: Callable[[], dict[str, int]] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
-        self._batches = token_batches(scenario, device)
+        self.transferred = transferred
+        self._batches = input_batches(scenario, device)
         self._details = details
         self._loss = loss or own_loss
         self._max_grad_norm = None if clips else scenario.max_grad_norm
 
     def __call__(self) -> Tensor:
-        ids = next(self._batches)
+        inputs = next(self._batches)
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self._loss(self.model, ids)
+            loss = self._loss(self.model, inputs)
         loss.backward()
         if self._max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(trainable(self.model), self._max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def use(self, scenario: Scenario) -> None:
+        """Go on with batches of another scenario, whose model is the same."""
+        self._batches = input_batches(scenario, self.device)
 
     def details(self) -> dict[str, Any]:
         """What a reader of the record should know about the set-up."""

@@ -11,12 +11,13 @@ from ts_bench.engines import API_VERSION, UnsupportedError
 from ts_bench.scenarios import Scenario
 from ts_bench.workload import (
     LEARNING_RATE,
+    Inputs,
     LossFunction,
     TrainStep,
     add_adapters,
     config_of,
+    input_batches,
     recompute_activations,
-    token_batches,
     trainable,
 )
 from ts_core.errors import NotAvailableError, UnknownPluginError
@@ -42,6 +43,13 @@ class TrainStreamEngine:
         self.name = name
         self.description = f"ts_hf.load_model + PEFT + wrap_hf {how}, TrainStreamTrainer's loss"
         self._options = options
+
+    def with_options(self, options: dict[str, Any]) -> TrainStreamEngine:
+        """The same engine with more options of wrap()."""
+        how = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        more = TrainStreamEngine(self.name, "", **{**self._options, **options})
+        more.description = f"{self.description}; {how}"
+        return more
 
     def available(self) -> str | None:
         """None: ts-core and ts-hf are requirements of ts-bench."""
@@ -91,6 +99,7 @@ class TrainStreamEngine:
             lambda: {"loss": notes, **_details(model)},
             loss,
             clips=True,
+            transferred=lambda: _transferred(model),
         )
 
 
@@ -104,16 +113,22 @@ def _trainer_loss(
     from ts_hf.training.loss import ChunkedLoss
 
     chunked = ChunkedLoss(LOSS_CHUNK_SIZE, notes.append)
-    ids = next(token_batches(scenario, device))
     with torch.autocast(device.type, torch.bfloat16):
-        if not chunked.applies(model, {"input_ids": ids, "labels": ids}):
+        if not chunked.applies(model, next(input_batches(scenario, device))):
             return None
     notes.append(f"by chunks of {LOSS_CHUNK_SIZE} rows of logits")
 
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        return chunked(model, {"input_ids": ids, "labels": ids}, None)[0]
+    def loss(model: nn.Module, inputs: Inputs) -> Tensor:
+        return chunked(model, inputs, None)[0]
 
     return loss
+
+
+def _transferred(model: nn.Module) -> dict[str, int]:
+    from ts_core import memory_report
+
+    copies = memory_report(model)["transfers"]
+    return {way: int(copies[way]["bytes"]) for way in ("h2d", "d2h")}
 
 
 def _details(model: nn.Module) -> dict[str, Any]:
@@ -126,6 +141,8 @@ def _details(model: nn.Module) -> dict[str, Any]:
         "params": _plain(report.get("params")),
         "plan": _plain(report.get("plan")),
         "pinned": _plain(report.get("pinned")),
+        "optimizer": _plain(report.get("optimizer")),
+        "activations": _plain(report.get("activations")),
     }
 
 
@@ -143,6 +160,9 @@ def _plain(value: Any) -> Any:
 ENGINE = TrainStreamEngine("trainstream", "at its defaults")
 ENGINE_ZERO_COPY = TrainStreamEngine(
     "trainstream-gpu", "with optimizer_mode='gpu'", optimizer_mode="gpu", offload=True
+)
+ENGINE_HYBRID = TrainStreamEngine(
+    "trainstream-hybrid", "with optimizer_mode='hybrid'", optimizer_mode="hybrid"
 )
 ENGINE_AUTO = TrainStreamEngine(
     "trainstream-auto", "with optimizer_mode='auto'", optimizer_mode="auto"

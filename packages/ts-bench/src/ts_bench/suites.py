@@ -1,0 +1,172 @@
+"""Lists of runs that belong together, most telling first, each meant for one stretch of GPU time.
+
+A suite has entries: an engine, and the scenarios (of one model and cap) that it runs in one
+process. Entries are run in order until the time limit; then those with more rounds again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ts_bench.rounds import Entry
+from ts_bench.scenarios import get_scenario, toy_of
+from ts_core.errors import OptionError
+
+PLAIN, CHECKPOINTING = "plain", "checkpointing"
+# Everything that makes a LoRA step fast; "auto" leaves some of it off until it is proven.
+FUSED = "trainstream[kernels=True,fused_lora=True]"
+REPLAY = "trainstream[kernels=True,fused_lora=True,cuda_graphs=True]"
+LIGER = "bitsandbytes-liger"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An entry of a suite.
+
+    Attributes:
+        engine: with its options.
+        scenarios: names, the first of which the engine is prepared for.
+        variant: only this one; None tries them in order.
+        rounds: in how many of the suite's rounds it runs.
+    """
+
+    engine: str
+    scenarios: tuple[str, ...]
+    variant: str | None = None
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Suite:
+    """See the module.
+
+    Attributes:
+        note: one line for people.
+        entries: in order of importance.
+        link: whether each process measures its link, too.
+        warmup, steps: of each scenario.
+    """
+
+    note: str
+    entries: tuple[Planned, ...]
+    link: bool = False
+    warmup: int = 4
+    steps: int = 10
+
+
+def _lora(limit: str, *sizes: str) -> tuple[str, ...]:
+    return tuple(f"lora-14b-nf4-{size}-{limit}" for size in sizes)
+
+
+_ALL_24 = _lora("24g", "1x512", "1x2048", "packed-2x2048")
+_ALL_12 = _lora("12g", "1x512", "1x2048", "packed-2x2048")
+_FULL, _CLIP = "full-1.5b-4x512-24g", "full-1.5b-4x512-24g-clip"
+
+SUITES: dict[str, Suite] = {
+    "lora": Suite(
+        "LoRA on a 14B shape in NF4: small and middle batches, 24 and 12 GB, and every rival",
+        (
+            Planned(REPLAY, _ALL_24, rounds=3),
+            Planned("unsloth", _ALL_24[:2], rounds=3),
+            Planned("bitsandbytes", _ALL_24[:1], PLAIN, rounds=2),
+            Planned(REPLAY, _ALL_12, rounds=2),
+            Planned("unsloth", _ALL_12[:2]),
+            Planned(FUSED, _ALL_24),
+            Planned("trainstream", _ALL_24),
+            Planned(LIGER, _ALL_24, CHECKPOINTING),
+            Planned("trainstream-0.4.1", _ALL_24[:2]),
+            Planned("bitsandbytes", _ALL_24, CHECKPOINTING),
+            Planned(REPLAY, ("lora-14b-fp8-1x2048-24g",)),
+            Planned(FUSED, _ALL_12),
+            Planned(LIGER, _ALL_12[:2], CHECKPOINTING),
+        ),
+    ),
+    "optim": Suite(
+        "full fine-tunes of 1.5B and 3B shapes: OffloadAdamW's modes, DeepSpeed, stock torch",
+        (
+            Planned("trainstream-auto", (_FULL,), rounds=2),
+            Planned("trainstream-auto", (_CLIP,), rounds=2),
+            Planned("deepspeed-zero2", (_FULL,), rounds=2),
+            Planned("trainstream-gpu", (_FULL,), rounds=2),
+            Planned("trainstream-auto", ("full-1.5b-4x512-8g",)),
+            Planned("trainstream-auto", ("full-3b-8x1024-24g",)),
+            Planned("torch", ("full-1.5b-4x512-nocap",), PLAIN),
+            Planned("trainstream", (_FULL,)),
+            Planned("deepspeed-zero3", ("full-3b-8x1024-24g",)),
+            Planned("trainstream", (_CLIP,)),
+            Planned("trainstream-hybrid", (_FULL,)),
+            Planned("deepspeed-zero2", (_CLIP,)),
+            Planned("trainstream-gpu", (_CLIP,)),
+            Planned("trainstream-gpu", ("full-1.5b-4x512-8g",)),
+            Planned("trainstream-auto", ("full-1.5b-4x512-8g-clip",)),
+            Planned("trainstream-gpu", ("full-3b-8x1024-24g",)),
+            Planned("torch", ("full-3b-8x1024-nocap",), CHECKPOINTING),
+            Planned("torch", (_FULL,)),
+        ),
+    ),
+    "stream": Suite(
+        "LoRA on an exact bf16 base of 29.5 GB: share of the link, predicted and measured peaks",
+        (
+            Planned("trainstream", ("lora-14b-bf16-1x512-24g",), rounds=2),
+            Planned("trainstream", ("lora-14b-bf16-1x512-9g",)),
+            Planned("trainstream", ("lora-14b-bf16-1x512-12g",)),
+            Planned("trainstream-0.4.1", ("lora-14b-bf16-1x512-24g",)),
+            Planned(FUSED, ("lora-14b-bf16-1x512-24g",)),
+            Planned("trainstream", ("lora-14b-bf16-1x512-16g",)),
+        ),
+        link=True,
+    ),
+}
+
+
+def get_suite(name: str) -> Suite:
+    """The suite called `name`.
+
+    Raises:
+        OptionError: there is none; the message lists all names.
+    """
+    if name not in SUITES:
+        raise OptionError(f"suite: {name!r} is not accepted; use one of {', '.join(SUITES)}.")
+    return SUITES[name]
+
+
+def rounds_of(
+    suite: Suite, *, toy: bool = False, rounds: int | None = None, only: Sequence[str] = ()
+) -> list[list[Entry]]:
+    """The entries of each round.
+
+    Args:
+        suite: from `SUITES`.
+        toy: with toys in place of the models, once each: for trying the suite out on a CPU.
+        rounds: at most so many rounds.
+        only: keep the entries whose engine or a scenario of whose contains one of these texts.
+    """
+    most = 1 if toy else max(entry.rounds for entry in suite.entries)
+    if rounds is not None:
+        most = min(most, rounds)
+    found = []
+    for repeat in range(most):
+        entries = []
+        for planned in suite.entries:
+            told = (planned.engine, *planned.scenarios)
+            if planned.rounds <= repeat or not _chosen(told, only):
+                continue
+            scenarios = [get_scenario(name) for name in planned.scenarios]
+            if toy:
+                scenarios = [toy_of(scenario) for scenario in scenarios]
+            entries.append(Entry(planned.engine, tuple(scenarios), planned.variant))
+        found.append(entries)
+    if toy:
+        found = [list(dict.fromkeys(entries)) for entries in found]
+    return [entries for entries in found if entries]
+
+
+def _chosen(told: Sequence[str], only: Sequence[str]) -> bool:
+    return not only or any(text in name for text in only for name in told)
+
+
+def with_steps(suite: Suite, *, toy: bool) -> Suite:
+    """With as few steps as a try-out needs."""
+    return dataclasses.replace(suite, warmup=1, steps=2) if toy else suite
