@@ -240,6 +240,9 @@ def rivals(context: Context, limit_s: float) -> tuple[str, str]:
     if (context.site / OLD).exists():
         path = f"import os, sys; sys.path.insert(0, {str(context.site / OLD)!r}); os.nice(10)"
         jobs.append((OLD, f"{path}; import trainstream as t; print(t.__version__)", {}))
+    if (context.site / "packages" / "unsloth").exists() and not context.args.tiny:
+        write = "import runpy; runpy.run_module('ts_bench.engines.unsloth', run_name='__main__')"
+        jobs.append(("checkpoint for unsloth", write, {}))
     notes: list[str] = []
 
     def one(name: str, code: str, env: dict[str, str]) -> None:
@@ -338,7 +341,7 @@ STAGES: dict[str, Stage] = {
         60.0,
     ),
     "demo": Stage(demo, 120.0),
-    "rivals": Stage(rivals, 200.0),
+    "rivals": Stage(rivals, 300.0),
 }
 
 __all__ = ["STAGES", "Context", "Stage", "append", "build"]
