@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+ORDINARY = (Tensor, torch.nn.Parameter)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,8 +66,10 @@ def runs_eagerly(*tensors: Tensor) -> bool:
     Then the operator's implementation may be called directly, without torch's dispatcher, which
     costs a small kernel more host time than its launch.
     """
+    for tensor in tensors:
+        if type(tensor) not in ORDINARY:
+            return False
     return (
-        all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
-        and torch._C._len_torch_dispatch_stack() == 0
+        torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
     )

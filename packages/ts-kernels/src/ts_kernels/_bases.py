@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ts_kernels._precision import cast
+
 
 class SubclassBase:
     """`F.linear` with such a weight, and its input gradient later.
@@ -22,7 +24,7 @@ class SubclassBase:
 
     def __init__(self, weight: Tensor, wants_input_grad: bool) -> None:
         self._weight = weight
-        self._version = weight._version
+        self._version = version_of(weight)
         self._decode = wants_input_grad and decodes(weight)
         self._linear = wants_input_grad and not self._decode
         self._x: Tensor | None = None
@@ -30,6 +32,8 @@ class SubclassBase:
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(x, weight, bias) that the caller may overwrite; autocast applies."""
+        if not self._linear and not torch.is_grad_enabled():
+            return F.linear(x, self._weight, bias)
         with torch.set_grad_enabled(self._linear):
             if self._linear:
                 self._x = x.detach().requires_grad_()
@@ -51,14 +55,21 @@ class SubclassBase:
             (dx,) = torch.autograd.grad(self._edge, self._x, dy)
             dx = dx.reshape(-1, dx.shape[-1])
             return dx.clone() if dx.data_ptr() == dy.data_ptr() else dx
-        if self._weight._version != self._version:
+        if version_of(self._weight) != self._version:
             raise RuntimeError(
                 "the weight of a LoRA layer was modified in place between forward and backward, so "
                 "its gradient would be that of other values. Change weights only outside a "
                 "forward/backward pair."
             )
-        dense = self._weight.dequantize().to(dy.dtype)
+        dense = cast(self._weight.dequantize(), dy.dtype)
         return torch.mm(dy.reshape(-1, dy.shape[-1]), dense)
+
+
+def version_of(weight: Tensor) -> int:
+    """`weight._version`, without the subclass's `__torch_function__`, which is slow."""
+    with torch._C.DisableTorchFunctionSubclass():
+        version: int = weight._version
+    return version
 
 
 def decodes(weight: Tensor) -> bool:

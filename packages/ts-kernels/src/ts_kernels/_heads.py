@@ -7,6 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from ts_kernels._backend import ORDINARY
 
 
 class Wanted(NamedTuple):
@@ -43,11 +46,8 @@ def is_plain(weight: Tensor) -> bool:
 
     Fake tensors, which stand for ordinary ones while torch.compile traces, count as ordinary.
     """
-    if type(weight) in (Tensor, torch.nn.Parameter) or _reads_wait(weight):
-        return True
-    from torch._subclasses import FakeTensor
-
-    return isinstance(weight, FakeTensor)
+    kind = type(weight)
+    return kind in ORDINARY or _reads_wait(kind) or issubclass(kind, FakeTensor)
 
 
 def settled(weight: Tensor) -> Tensor:
@@ -57,13 +57,12 @@ def settled(weight: Tensor) -> Tensor:
     a subclass of nn.Parameter that has `reads_wait = True` and whose operations wait. It is as
     plain as before, so it must not depend on timing which kernel runs.
     """
-    return weight.view_as(weight) if _reads_wait(weight) else weight
+    kind = type(weight)
+    return weight if kind in ORDINARY or not _reads_wait(kind) else weight.view_as(weight)
 
 
-def _reads_wait(weight: Tensor) -> bool:
-    return isinstance(weight, torch.nn.Parameter) and bool(
-        getattr(type(weight), "reads_wait", False)
-    )
+def _reads_wait(kind: type) -> bool:
+    return bool(getattr(kind, "reads_wait", False)) and torch.nn.Parameter in kind.__mro__
 
 
 class DenseHead:

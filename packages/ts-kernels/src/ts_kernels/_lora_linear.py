@@ -73,10 +73,16 @@ def lora_linear(
     """
     weight, lora_a, lora_b = settled(weight), settled(lora_a), settled(lora_b)
     bias = None if bias is None else settled(bias)
-    _check(x, weight, lora_a, lora_b, bias)
+    plain = is_plain(weight)
+    if plain or torch.compiler.is_compiling():
+        shape, trained = weight.shape, weight.requires_grad
+    else:  # each attribute of a subclass costs a round through its __torch_function__
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, trained = weight.shape, weight.requires_grad
+    _check(x, shape, lora_a, lora_b, bias)
     small = (x, lora_a, lora_b) if bias is None else (x, lora_a, lora_b, bias)
     eager = not torch.compiler.is_compiling() and runs_eagerly(*small)
-    if is_plain(weight):
+    if plain:
         base = compute_dtype(x, weight)
         dtypes = Dtypes(base, base if _autocasts(x) else lora_a.dtype)
         args = (x, weight, bias, lora_a, lora_b, float(scaling), *dtypes)
@@ -88,7 +94,7 @@ def lora_linear(
         apply: Any = _EagerLoraLinear.apply
         y = apply(*args)
         return y
-    if not eager or weight.requires_grad:
+    if not eager or trained:
         return reference.lora_linear(x, weight, lora_a, lora_b, scaling, bias)
     adapter_dtype = torch.get_autocast_dtype(x.device.type) if _autocasts(x) else lora_a.dtype
     if not _differentiates(*small):
@@ -106,12 +112,14 @@ def _autocasts(x: Tensor) -> bool:
 
 
 def _differentiates(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
-def _check(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    # attributes of a tensor subclass are slow to read: once each
-    shape = weight.shape
+def _check(x: Tensor, shape: torch.Size, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     if (
         len(shape) != 2
         or a.dim() != 2
@@ -329,21 +337,29 @@ class _SubclassLoraLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, a, b, t = ctx.saved_tensors
-        want_x, _, want_bias, want_a, want_b = ctx.needs_input_grad[:5]
-        with without_autocast(x):
-            dy2 = _rows(grads[0])
-            base_dx = ctx.base.input_grad(grads[0]) if want_x else None
-            adapter = Adapter(a, b, ctx.scaling, ctx.adapter_dtype)
-            found = gradients(dy2, cast(_rows(x), dy2.dtype), t, adapter, base_dx, want_a, want_b)
-            return (
-                None if found.x is None else found.x.view(x.shape).to(x.dtype),
-                None,
-                _sum_rows(dy2, ctx.bias_dtype) if want_bias else None,
-                found.a,
-                found.b,
-                None,
-                None,
-            )
+        if torch.is_grad_enabled():  # a second derivative is asked for, and refused
+            return _subclass_gradients_once(ctx, *grads)
+        return _subclass_gradients(ctx, *grads)
+
+
+def _subclass_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    x, a, b, t = ctx.saved_tensors
+    want_x, _, want_bias, want_a, want_b = ctx.needs_input_grad[:5]
+    with without_autocast(x):
+        dy2 = _rows(grads[0])
+        base_dx = ctx.base.input_grad(grads[0]) if want_x else None
+        adapter = Adapter(a, b, ctx.scaling, ctx.adapter_dtype)
+        found = gradients(dy2, cast(_rows(x), dy2.dtype), t, adapter, base_dx, want_a, want_b)
+        return (
+            None if found.x is None else found.x.view(x.shape).to(x.dtype),
+            None,
+            _sum_rows(dy2, ctx.bias_dtype) if want_bias else None,
+            found.a,
+            found.b,
+            None,
+            None,
+        )
+
+
+_subclass_gradients_once = torch.autograd.function.once_differentiable(_subclass_gradients)

@@ -35,12 +35,30 @@ def matmul_dtype(tensor: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.float32, compute_dtype) if tensor.is_cuda else compute_dtype
 
 
+class _AutocastOff:
+    """`torch.autocast(device_type, enabled=False)` without its bookkeeping of dtype and cache."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._device_type, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._device_type, True)
+
+
+_NOTHING = nullcontext()
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Inside, operations on this tensor's device run in the dtypes they are given."""
     device_type = tensor.device.type
-    if torch.is_autocast_enabled(device_type):
+    if not torch.is_autocast_enabled(device_type):
+        return _NOTHING
+    if torch.compiler.is_compiling():  # which knows this class and its effect
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    return _AutocastOff(device_type)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
