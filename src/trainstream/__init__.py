@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ts_core import profile_hardware as profile_hardware
     from ts_core import quantize_model as quantize_model
     from ts_core import reserve_pinned as reserve_pinned
+    from ts_core import transfer_stats as transfer_stats
     from ts_core import unwrap as unwrap
     from ts_core import wrap as wrap
     from ts_hf import PackedCollator as PackedCollator
@@ -73,6 +74,7 @@ _HOME = {
     "profile_hardware": "ts_core",
     "quantize_model": "ts_core",
     "reserve_pinned": "ts_core",
+    "transfer_stats": "ts_core",
     "unwrap": "ts_core",
     "wrap": "ts_core",
     "PackedCollator": "ts_hf",

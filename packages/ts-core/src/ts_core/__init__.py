@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ts_core.optim import OffloadAdamW
     from ts_core.schedule import HardwareProfile, profile_hardware
     from ts_core.store import ParamPager
+    from ts_core.transfer import transfer_stats
 
 __version__ = "0.8.0"
 
@@ -46,6 +47,7 @@ _WHERE = {
     "profile_hardware": "ts_core.schedule",
     "quantize_model": "ts_core.engine",
     "reserve_pinned": "ts_core.memory.arena",
+    "transfer_stats": "ts_core.transfer",
     "unwrap": "ts_core.engine",
     "wrap": "ts_core.engine",
 }
@@ -66,6 +68,7 @@ __all__ = [
     "profile_hardware",
     "quantize_model",
     "reserve_pinned",
+    "transfer_stats",
     "unwrap",
     "wrap",
 ]

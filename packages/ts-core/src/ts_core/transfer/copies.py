@@ -14,6 +14,7 @@ import torch
 from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
 from ts_core.transfer.pending import PendingCopy
+from ts_core.transfer.totals import DirectionStats, count
 
 DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
 
@@ -28,15 +29,6 @@ def events_of(after: After) -> list[Event]:
         return []
     several: Sequence[Event | None] = after if isinstance(after, Sequence) else [after]
     return [event for event in several if event is not None]
-
-
-@dataclass
-class DirectionStats:
-    """What went one way over the link."""
-
-    bytes: int = 0
-    copies: int = 0
-    limit_waits: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +170,7 @@ class CopyEngine:
         most = self.max_inflight_bytes - leave_bytes
         size_bytes = sum(src.numel() * src.element_size() for _, src in pairs)
         with lane.lock:
+            waits = lane.stats.limit_waits
             lane.retire()
             while lane.in_flight and lane.in_flight_bytes + size_bytes > most:
                 lane.stats.limit_waits += 1
@@ -192,6 +185,8 @@ class CopyEngine:
             lane.in_flight_bytes += size_bytes
             lane.stats.bytes += size_bytes
             lane.stats.copies += len(pairs)
+            waits = lane.stats.limit_waits - waits
+        count(self.device.torch_device, direction, size_bytes, len(pairs), waits)
         return event
 
     def _paused(self, pairs: Sequence[Pair], stream: Stream) -> Iterator[Pair]:
