@@ -18,7 +18,8 @@ from ts_core.device import HostDevice
 from ts_core.engine.activation_options import ActivationOptions
 from ts_core.engine.activations import Activations
 from ts_core.engine.page_transfers import ALIGN
-from ts_core.engine.runner import BlockRunner, in_backward
+from ts_core.engine.runner import BlockRunner
+from ts_core.engine.turns import in_backward
 from ts_core.memory.arena import PinnedArena
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine

@@ -12,7 +12,7 @@ import pytest
 
 from ts_core import memory_report, pinned_stats, unwrap, wrap
 from ts_core.engine import hosting
-from ts_core.engine.runner import in_backward
+from ts_core.engine.turns import in_backward
 from ts_core.memory import arena as arena_module
 from ts_core.memory import budget, ram
 from ts_core.memory.arena import PinnedArena

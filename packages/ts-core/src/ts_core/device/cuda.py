@@ -19,6 +19,12 @@ class CudaStream:
         self.stream = stream
         self.name = name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and bool(other.stream == self.stream)
+
+    def __hash__(self) -> int:
+        return hash(self.stream)
+
     def wait_event(self, event: Event) -> None:
         self.stream.wait_event(event)  # type: ignore[arg-type]
 

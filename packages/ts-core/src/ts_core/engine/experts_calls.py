@@ -22,7 +22,7 @@ from ts_core.engine.experts_decoded import (
 )
 from ts_core.engine.experts_layer import ExpertLayer, Stack, picked_table
 from ts_core.engine.experts_slots import ExpertSlot, ExpertSlots, Picks, rows_for
-from ts_core.engine.runner import in_backward
+from ts_core.engine.turns import in_backward
 from ts_core.errors import DataError, StateError
 from ts_core.store.plain_mode import plain_mode
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ts_core.engine.experts_layer import StackAdapter, StackedExperts
-from ts_core.engine.runner import in_backward
+from ts_core.engine.turns import in_backward
 from ts_core.store.leaves import is_wrapper
 
 

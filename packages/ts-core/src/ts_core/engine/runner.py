@@ -24,6 +24,7 @@ from ts_core.engine.own_buffers import OwnBuffers
 from ts_core.engine.own_forward import OwnForward
 from ts_core.engine.replay.policy import BlockReplay
 from ts_core.engine.saved_tensors import PLAIN_TYPES, saved_tensor_hooks
+from ts_core.engine.turns import Turns, in_backward
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE
 from ts_core.store.pager import ParamPager
 
@@ -36,6 +37,7 @@ class BlockRunner:
         pager: of its paged weights; None when none stream.
         activations: decides where activations are; None leaves them alone.
         replay: replays blocks that were recorded; None never does.
+        turns: whose pass it is; None makes them for these blocks alone.
     """
 
     def __init__(
@@ -44,19 +46,21 @@ class BlockRunner:
         pager: ParamPager | None,
         activations: Activations | None = None,
         replay: BlockReplay | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self._pager = pager
         self._activations = activations
         self._replay = replay
         self._handles: list[RemovableHandle] = []
         self._forwards: list[OwnForward] = []
-        self._release_queued = False
         self._removed = False
         self._blocks = [weakref.ref(block) for block in blocks]
+        self._turns: Turns | None = None
         self._replace_forwards()
         if pager is not None:
+            self._turns = turns or Turns(pager.copies.device)
             for index, block in enumerate(blocks):
-                self._hook(index, block, pager)
+                self._hook(index, block, pager, self._turns)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -69,7 +73,6 @@ class BlockRunner:
     def new_pass(self, args: Any = (), kwargs: Any = None) -> None:
         """Called before the model's own forward, with its arguments."""
         if not in_backward():
-            self._release_queued = False
             if self._pager is not None:
                 self._pager.new_pass()
             if self._activations is not None:
@@ -171,7 +174,8 @@ class BlockRunner:
             watch = observe if first else None
             if not first and self._activations is not None:
                 self._activations.store.went_back = True
-            if not first and self._pager is not None:
+            if not first and self._pager is not None and self._turns is not None:
+                self._turns.backward(self._release)
                 self._pager.enter(index, -1)
             first = False
             if guard is None and watch is None:
@@ -200,29 +204,35 @@ class BlockRunner:
         image = None if self._pager is None else self._pager.images.get(index)
         return self._pager if image is not None and image.has_plain else None
 
-    def _hook(self, index: int, block: nn.Module, pager: ParamPager) -> None:
+    def _hook(self, index: int, block: nn.Module, pager: ParamPager, turns: Turns) -> None:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            pager.enter(index, -1 if in_backward() else 1)
+            if in_backward():
+                turns.backward(self._release)
+                pager.enter(index, -1)
+            else:
+                turns.enter()
+                pager.enter(index, 1)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._guard(index) is not None:
-                output = _own_memory(output, pager)
-            if torch.is_grad_enabled():
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad:
-                        tensor.register_hook(enter_backward)
-            if not in_backward():
-                pager.leave(index)
+            try:
+                if self._guard(index) is not None:
+                    output = _own_memory(output, pager)
+                if torch.is_grad_enabled():
+                    for tensor in tensors_in(output):
+                        if tensor.requires_grad:
+                            tensor.register_hook(enter_backward)
+                if not in_backward():
+                    pager.leave(index)
+            finally:
+                if not in_backward():
+                    turns.leave()
             return output
 
         def enter_backward(grad: torch.Tensor) -> None:
+            turns.backward(self._release)
             pager.enter(index, -1)
-            if not self._release_queued:
-                self._release_queued = True
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._release)
 
         self._handles.append(
             block.register_forward_pre_hook(
@@ -238,21 +248,22 @@ class BlockRunner:
 
     def _release(self) -> None:
         """At the end of a backward: weights are those of the host images again."""
-        self._release_queued = False
         if self._pager is not None:
             self._pager.release_all()
 
     def _settle(self, index: int) -> Callable[..., None]:
         def settle(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if self._pager is not None:
-                self._pager.release_all()
+            if self._pager is not None and self._turns is not None:
+                with self._turns.alone():
+                    self._pager.release_all()
 
         return settle
 
     def _before_load(self, index: int) -> Callable[..., None]:
         def before_load(module: nn.Module, *args: Any) -> None:
-            if self._pager is not None:
-                self._pager.invalidate(index)
+            if self._pager is not None and self._turns is not None:
+                with self._turns.alone():
+                    self._pager.invalidate(index)
 
         return before_load
 
@@ -261,12 +272,16 @@ def _run(
     runner: weakref.ref[BlockRunner], index: int, own: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     here = runner()
-    return own(*args, **kwargs) if here is None else here.run(index, own, args, kwargs)
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside an autograd backward (a recomputation, say)."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    if here is None:
+        return own(*args, **kwargs)
+    try:
+        return here.run(index, own, args, kwargs)
+    except Exception:
+        raise
+    except BaseException:  # torch calls no hooks then
+        if here._turns is not None:
+            here._turns.end_pass()
+        raise
 
 
 def _own_memory(output: Any, pager: ParamPager) -> Any:

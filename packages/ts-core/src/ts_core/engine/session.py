@@ -6,6 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.no_copies import NO_COPY, NoCopies
 from ts_core.engine.replay import BlockReplay
-from ts_core.engine.runner import BlockRunner, in_backward
+from ts_core.engine.runner import BlockRunner
+from ts_core.engine.turns import Turns, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
 from ts_core.optim import OffloadAdamW
@@ -98,6 +100,7 @@ class TrainStreamSession:
         self.attention: AttentionChoice | None = None
         self.adapter: PlacementAdapter | None = None
         self.resident_reservation: Reservation | None = None
+        self.turns = Turns(device)
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
         self._no_copies: NoCopies | None = None
@@ -129,7 +132,9 @@ class TrainStreamSession:
             self.runner.remove()
             self.runner = None
         if self.pager is not None or self.activations is not None:
-            self.runner = BlockRunner(self.blocks, self.pager, self.activations, self.replay)
+            self.runner = BlockRunner(
+                self.blocks, self.pager, self.activations, self.replay, self.turns
+            )
 
     def hook_model(self, model: nn.Module) -> None:
         """Make reads of trained weights wait for their updates in flight."""
@@ -141,6 +146,8 @@ class TrainStreamSession:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         @plain_mode
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._shared:
+                self.turns.begin_pass()
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
                     self.optimizer.drop_failed_backward()
@@ -153,6 +160,10 @@ class TrainStreamSession:
             if self.experts is not None:
                 self.experts.new_pass()
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def end(*_: Any) -> None:
+            self.turns.end_pass()
+
         def zero_grad(set_to_none: bool = True) -> None:
             if self.optimizer is not None:
                 self.optimizer.zero_grad(set_to_none)
@@ -162,12 +173,25 @@ class TrainStreamSession:
         self._model = weakref.ref(model)
         self._no_copies = NoCopies([model, *self.blocks])
         self._handles.append(model.register_forward_pre_hook(begin, with_kwargs=True))
+        self._handles.append(model.register_forward_hook(end, always_call=True))
         self._handles.append(model.register_state_dict_pre_hook(settle))
         self._handles.append(model.register_load_state_dict_pre_hook(settle))
+
+    @property
+    def _shared(self) -> bool:
+        """Whether passes use memory that one thread at a time may use."""
+        return self.runner is not None or self.experts is not None
 
     def watch_for_room(self) -> None:
         """offload="auto": after two updates, keep optimizer state on the device if all fits."""
         assert self.optimizer is not None
+        session = weakref.ref(self)
+
+        def alone() -> AbstractContextManager[None]:
+            here = session()
+            return nullcontext() if here is None or not here._shared else here.turns.alone()
+
+        self.optimizer.alone = alone
         if self.optimizer.processes > 1:
             self.log(
                 "offload='auto': optimizer state stays on the host, where gradients of the "
@@ -196,6 +220,7 @@ class TrainStreamSession:
         if self.optimizer is not None:
             self.optimizer.detach()
             self.optimizer.split_waits = None
+            self.optimizer.alone = nullcontext
         for patch in reversed(self.patches):
             patch.undo()
         self.patches.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -134,6 +135,7 @@ class OffloadAdamW(ShownOptimizer):
         self.mode = mode
         self.after_step: Callable[[], None] | None = None
         self.split_waits: Callable[[], bool] | None = None  # while others take device memory
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext  # around step()
         self._resident: ResidentAdamW | None = None
         self._resident_norm: float | torch.Tensor | None = None
         self._on_event = on_event
@@ -366,6 +368,11 @@ class OffloadAdamW(ShownOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self.alone():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         updates = self._updates
         if self._displaced:
             raise StateError(_DISPLACED)
@@ -380,7 +387,7 @@ class OffloadAdamW(ShownOptimizer):
             self._resident_norm = self._resident.step(
                 self.param_groups, self.step_options, updates.steps
             )
-            return loss
+            return
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -390,7 +397,6 @@ class OffloadAdamW(ShownOptimizer):
             self.after_step()
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
-        return loss
 
     def synchronize(self) -> None:
         """Wait for updates in flight: every parameter and all state hold their new values.

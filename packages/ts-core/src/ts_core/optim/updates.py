@@ -267,7 +267,7 @@ class Updates:
                 "backward, or pass eager=False."
             )
             self._say(text)
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warnings.warn(text, UserWarning, stacklevel=6)
 
     def finish(self) -> None:
         """Wait for updates in flight."""
