@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ts_core import wrap
+from ts_core import StreamedModel, wrap
 from ts_core.device import resolve_device
 from ts_core.engine.turns import Turns
 from ts_core.errors import StateError
@@ -218,12 +218,12 @@ def test_a_backward_inside_a_forward_and_inside_a_backward() -> None:
         x = torch.ones(2, WIDTH, requires_grad=True)
         inner: list[torch.Tensor] = []
 
-        def slope(module: Any, args: Any, output: torch.Tensor, model: Any = model) -> None:
-            if len(inner) < 1:
+        def slope(module: Any, args: Any, output: torch.Tensor, model=model, inner=inner) -> None:  # type: ignore[no-untyped-def]
+            if not inner:
                 inner.append(torch.empty(0))
                 y = torch.ones(2, WIDTH, requires_grad=True)
                 with torch.enable_grad():
-                    inner[0] = torch.autograd.grad(model.layers[4](y).sum(), y)[0]  # noqa: B023
+                    inner[0] = torch.autograd.grad(model.layers[4](y).sum(), y)[0]
 
         model.first.register_forward_hook(slope)
         grads.append((torch.autograd.grad(model(x).sum(), x)[0], inner[0]))
@@ -350,3 +350,42 @@ def test_a_change_of_threads_puts_their_streams_in_order() -> None:
     thread.start()
     thread.join(LIMIT_S)
     assert first.waited == [("end of", second)]
+
+
+def test_a_turn_taken_inside_a_backward_ends_with_it() -> None:
+    """state_dict() in a gradient hook, say."""
+    model, _ = wrapped()
+    states: list[Any] = []
+    model.first.weight.register_hook(lambda grad: states.append(model.state_dict()))
+    model.layers[4].register_full_backward_hook(lambda *_: states.append(model.state_dict()))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert len(states) == 2
+    assert works_in_another_thread(model)
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_streamed_models_take_turns_too(device: str) -> None:
+    """Gradients of several passes, with and without inference beside them."""
+    x = torch.ones(2, WIDTH)
+    grads = []
+    for busy in (False, True):
+        torch.manual_seed(0)
+        with StreamedModel([Block() for _ in range(4)], device) as model, inject_delays(4, 0.5):
+            with torch.no_grad():
+                expected = model(x)
+            thread, found, stop = beside(lambda model=model: model(x))  # type: ignore[misc]
+            if not busy:
+                stop.set()
+                thread.join(LIMIT_S)
+            inputs = torch.Generator().manual_seed(1)
+            for _ in range(STEPS):
+                model(torch.randn(3, WIDTH, generator=inputs)).square().mean().backward()
+            stop.set()
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+            for out in found:
+                assert isinstance(out, torch.Tensor), out
+                assert torch.equal(out, expected)
+            grads.append([parameter.grad for parameter in model.parameters()])
+    for alone, both in zip(*grads, strict=True):
+        assert torch.equal(alone, both)

@@ -16,6 +16,7 @@ from ts_core.engine.streamed_batch import join, move, split
 from ts_core.engine.streamed_grads import GradientLanding
 from ts_core.engine.streamed_slots import BlockSlots, Residency
 from ts_core.engine.streamed_state import BlockState, check_blocks
+from ts_core.engine.turns import Turns, in_backward
 from ts_core.errors import DataError, OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import default_arena
 from ts_core.transfer import CopyEngine
@@ -124,7 +125,13 @@ class StreamedModel(nn.Module):
                 f"state, a tensor; pass everything else as further arguments."
             )
         track = self.training and torch.is_grad_enabled()
-        if torch._C._current_graph_task_id() == -1:
+        with machinery.turns.alone():
+            return self._run(machinery, hidden, args, kwargs, track)
+
+    def _run(
+        self, machinery: Machinery, hidden: torch.Tensor, args: Any, kwargs: Any, track: bool
+    ) -> Any:
+        if not in_backward():
             machinery.landing.discard()
         machinery.slots.begin_pass()
         for state in machinery.states:
@@ -271,7 +278,8 @@ class StreamedModel(nn.Module):
             count = min(count, budget // largest.size_bytes)
         copies = CopyEngine(device, _NO_INFLIGHT_LIMIT)
         slots = BlockSlots(states, copies, count, self._observer)
-        self._machinery = Machinery(device, states, slots, GradientLanding(copies, arena))
+        landing = GradientLanding(copies, arena)
+        self._machinery = Machinery(device, states, slots, landing, Turns(device))
 
 
 _NO_COPY = (

@@ -18,6 +18,7 @@ from ts_core.device import Device
 from ts_core.engine.streamed_grads import GradientLanding
 from ts_core.engine.streamed_slots import BlockSlots
 from ts_core.engine.streamed_state import BlockState
+from ts_core.engine.turns import Turns, graph_task
 from ts_core.errors import DataError, StateError
 
 
@@ -112,6 +113,7 @@ class Machinery:
     states: Sequence[BlockState]
     slots: BlockSlots
     landing: GradientLanding
+    turns: Turns
     recomputes: int = 0
 
 
@@ -194,7 +196,7 @@ class BlockPass:
         """Gradients of the inputs; those of the parameters go to the host."""
         machinery, index, landing = self._machinery, self._index, self._machinery.landing
         found: list[torch.Tensor | None] = [None] * len(tensors)
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         machinery.slots.enter(index, -1)
         try:
             if self._state.versions() != self._versions:
@@ -247,9 +249,10 @@ class BlockPass:
         landing.collect(task)
         return found
 
-    def finish_backward(self, task: int) -> None:
-        """At the end of backward `task`."""
-        self._machinery.landing.finish(task)
+    def begin_backward(self, task: int) -> None:
+        """In backward `task`, before the gradients of the block."""
+        landing = self._machinery.landing
+        self._machinery.turns.backward(lambda: landing.finish(task))
 
     def _call(self, structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
         args, kwargs = fill_tensors(structure, tensors)
@@ -311,10 +314,7 @@ class _BlockFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         block_pass: BlockPass = ctx.block_pass
-        task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: block_pass.finish_backward(task)
-        )
+        block_pass.begin_backward(graph_task())
         found = block_pass.backward(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)
         return (None, None, *found)
 

@@ -87,15 +87,16 @@ class Turns:
 
     def enter(self) -> None:
         """Take the turn, or go in once more; `leave` must follow."""
-        if os.getpid() == self._process:  # a forked child is refused by the pager
-            holder = self._take(graph_task())
-            holder.depth += holder.task == _NO_TASK  # a backward's turn ends with it
+        if in_backward():
+            self.backward(_nothing)
+        elif os.getpid() == self._process:  # a forked child is refused by the pager
+            self._take(_NO_TASK).depth += 1
 
     def leave(self) -> None:
         """The counterpart of `enter`."""
         holder = self._holder
-        if holder is None or holder.task != _NO_TASK or not holder.is_me(_NO_TASK):
-            return
+        if in_backward() or holder is None or not holder.is_me(_NO_TASK):
+            return  # a backward's turn ends with it
         holder.depth -= 1
         if holder.depth <= 0:
             self._give_back(holder)
@@ -105,16 +106,14 @@ class Turns:
         if in_backward():
             return
         holder = self._holder
-        if holder is not None and holder.task == _NO_TASK and holder.is_me(_NO_TASK):
+        if holder is not None and holder.is_me(_NO_TASK):
             self._give_back(holder)
         self.enter()
 
     def end_pass(self) -> None:
         """After the model's forward, whether or not it raised."""
         holder = self._holder
-        if in_backward() or holder is None or holder.task != _NO_TASK:
-            return
-        if holder.is_me(_NO_TASK):
+        if not in_backward() and holder is not None and holder.is_me(_NO_TASK):
             self._give_back(holder)
 
     def backward(self, at_end: Callable[[], None]) -> None:
@@ -211,6 +210,10 @@ class _AtEnd:
         if self._holder is not None:
             self._turns._give_back(self._holder)
             self._holder = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def graph_task() -> int:
