@@ -14,6 +14,7 @@ from ts_core import StreamedModel, wrap
 from ts_core.device import resolve_device
 from ts_core.engine.turns import Turns
 from ts_core.errors import StateError
+from ts_core.optim import adamw, read_guard
 from ts_core.testing import inject_delays
 
 WIDTH, STEPS = 24, 6
@@ -122,6 +123,7 @@ MATRIX = [
     {},
     {"eager": False},
     {"max_grad_norm": 0.1},
+    {"guard_params": False},
     {"recompute": True},
     {"activation_offload": True, "min_offload_bytes": 0, "frozen": True},
 ]
@@ -131,6 +133,15 @@ MATRIX = [
 @pytest.mark.parametrize("options", MATRIX, ids=lambda options: "-".join(options) or "trained")
 def test_inference_beside_training_changes_nothing(options: dict[str, Any], part: bool) -> None:
     check_beside_training("host", part, **options)
+
+
+def test_also_where_compiled_code_keeps_parameters_from_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (read_guard, adamw):
+        monkeypatch.setattr(module, "compiled_code_in_use", lambda: True)
+    for part in (False, True):
+        check_beside_training("host", part)
 
 
 @pytest.mark.gpu

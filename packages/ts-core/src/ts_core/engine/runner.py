@@ -211,7 +211,7 @@ class BlockRunner:
                 turns.backward(self._release)
                 pager.enter(index, -1)
             else:
-                turns.enter()
+                turns.enter_block()
                 pager.enter(index, 1)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -153,7 +153,7 @@ class TrainStreamSession:
                     self.optimizer.drop_failed_backward()
                     if self.adapter is not None:
                         self.adapter.between_steps()
-                if not self.optimizer.guard_params:
+                if not self.optimizer.reads_wait:
                     self.optimizer.synchronize()
             if self.runner is not None:
                 self.runner.new_pass(args, kwargs)
@@ -191,7 +191,13 @@ class TrainStreamSession:
             here = session()
             return nullcontext() if here is None or not here._shared else here.turns.alone()
 
+        def settle() -> None:
+            here = session()
+            if here is not None and here.optimizer is not None and not here.optimizer.reads_wait:
+                here.optimizer.synchronize()
+
         self.optimizer.alone = alone
+        self.turns.before_forward = settle
         if self.optimizer.processes > 1:
             self.log(
                 "offload='auto': optimizer state stays on the host, where gradients of the "

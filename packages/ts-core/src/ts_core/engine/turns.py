@@ -64,6 +64,9 @@ class Turns:
     Args:
         device: whose compute streams a change of turns puts in order.
         patience_s: seconds without a sign of life after which a waiting thread raises.
+
+    Attributes:
+        before_forward: called when a forward has got the turn.
     """
 
     def __init__(self, device: Device, patience_s: float = PATIENCE_S) -> None:
@@ -74,6 +77,7 @@ class Turns:
         self._queue: deque[object] = deque()
         self._last: tuple[int, Stream] | None = None
         self._inner = _NO_TASK
+        self.before_forward: Callable[[], None] = _nothing
         self._process = os.getpid()
 
     @contextmanager
@@ -92,8 +96,15 @@ class Turns:
         elif os.getpid() == self._process:  # a forked child is refused by the pager
             self._take(_NO_TASK).depth += 1
 
+    def enter_block(self) -> None:
+        """`enter`, before a block's forward."""
+        self.enter()
+        holder = self._holder
+        if holder is not None and holder.task == _NO_TASK and holder.depth == 1:
+            self.before_forward()
+
     def leave(self) -> None:
-        """The counterpart of `enter`."""
+        """The counterpart of `enter` and `enter_block`."""
         holder = self._holder
         if in_backward() or holder is None or not holder.is_me(_NO_TASK):
             return  # a backward's turn ends with it
@@ -108,7 +119,7 @@ class Turns:
         holder = self._holder
         if holder is not None and holder.is_me(_NO_TASK):
             self._give_back(holder)
-        self.enter()
+        self.enter_block()
 
     def end_pass(self) -> None:
         """After the model's forward, whether or not it raised."""

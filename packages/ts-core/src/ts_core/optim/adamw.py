@@ -27,6 +27,8 @@ from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
 from ts_core.optim.ownership import own, owners
 from ts_core.optim.resident import ResidentAdamW, move_to_device, new_pieces
+from ts_core.optim.read_guard import compiled_code_in_use
+from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.shown import ShownOptimizer
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
@@ -397,6 +399,11 @@ class OffloadAdamW(ShownOptimizer):
             self.after_step()
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
+
+    @property
+    def reads_wait(self) -> bool:
+        """Whether reads of parameters wait for their updates by themselves."""
+        return self.guard_params and not compiled_code_in_use()
 
     def synchronize(self) -> None:
         """Wait for updates in flight: every parameter and all state hold their new values.
