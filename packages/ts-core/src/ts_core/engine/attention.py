@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ts_core.device import Device
 from ts_core.engine.attention_order import attention_order
 from ts_core.engine.own_forward import OwnForward
-from ts_core.engine.runner import in_backward
+from ts_core.engine.turns import in_backward
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
