@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ts_core import memory_report, wrap
-from ts_core.testing import tiny_model
+from ts_core import OffloadAdamW, memory_report, wrap
+from ts_core.optim.read_guard import compiled_code_in_use, in_flight
+from ts_core.testing import inject_delays, tiny_model
 
 # torch.compile looks at `.grad` of whatever it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -102,3 +103,38 @@ def test_inductor_on_a_gpu(where: str) -> None:
     wanted = losses(*wrap(tiny_model(), lr=1e-2, device="cuda", **MIXED), device="cuda")
     found = losses(*compiled(where, "inductor", "cuda", **MIXED), device="cuda")
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_function_that_is_only_decorated_changes_nothing() -> None:
+    """Libraries decorate functions where they are imported; step() still returns at once."""
+    torch.compile(lambda x: x + 1, backend="eager")
+    assert not compiled_code_in_use()
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    function(torch.ones(1))
+    assert compiled_code_in_use()
+
+
+def test_the_first_compilation_may_come_while_updates_are_in_flight() -> None:
+    """It meets ordinary parameters, with their new values."""
+    results = []
+    for late in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 8))
+        if not late:
+            model.compile(backend="aot_eager")
+        optimizer = OffloadAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1)
+        x = torch.ones(2, 8)
+        model(x).square().mean().backward()
+        with inject_delays(2, max_ms=5.0):
+            optimizer.step()
+            optimizer.zero_grad()
+            if late:
+                assert any(in_flight(param) for param in model.parameters())
+                model.compile(backend="aot_eager")
+                out = model(x)
+                assert {type(param) for param in model.parameters()} == {nn.Parameter}
+            else:
+                out = model(x)
+        results.append(out.detach())
+    torch.testing.assert_close(*results, rtol=0, atol=0)

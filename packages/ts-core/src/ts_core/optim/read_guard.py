@@ -117,10 +117,14 @@ class Flight:
 
     def landed(self) -> bool:
         """Whether the new values are there (an update that failed never lands)."""
-        if not self._job.done() or self._job.exception() is not None:
+        if not self.succeeded():
             return False
         event = self._job.result()
         return event is None or event.query()
+
+    def succeeded(self) -> bool:
+        """Whether the host's part is over, without an error."""
+        return self._job.done() and self._job.exception() is None
 
     def guard(self, param: nn.Parameter) -> None:
         """Make reads of `param` wait, if they are to."""
@@ -186,10 +190,29 @@ def release(params: Sequence[nn.Parameter]) -> None:
 
 
 def compiled_code_in_use() -> bool:
-    """Whether torch.compile has been used: its guards look at classes, so these must not change."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(eval_frame, "cached_backends", None) or {}
-    return any(backend is not None for backend in backends.values())
+    """Whether torch.compile has compiled anything: its guards look at classes, so these must not
+    change.
+
+    Functions that were only decorated do not count: some libraries do that where they are imported.
+    Parameters in flight when the first compilation begins become ordinary ones before it.
+    """
+    callback = sys.modules.get("torch._dynamo.callback")
+    if callback is not None:
+        handler = callback.callback_handler
+        if _before_compiling not in handler.start_callbacks:
+            handler.register_start_callback(_before_compiling)
+    return bool(getattr(sys.modules.get("torch._dynamo.utils"), "curr_frame", 0))
+
+
+def _before_compiling(_: object) -> None:
+    for entry in list(_flights.values()):
+        param, flight = entry[0](), entry[1]
+        flight.settle()
+        event = flight.result() if flight.succeeded() else None
+        if event is not None:
+            event.synchronize()
+        if param is not None and flight.succeeded():
+            _release_landed(param, entry)
 
 
 def _before_fork() -> None:
