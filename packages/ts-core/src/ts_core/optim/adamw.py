@@ -26,9 +26,8 @@ from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_s
 from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
 from ts_core.optim.ownership import own, owners
-from ts_core.optim.resident import ResidentAdamW, move_to_device, new_pieces
 from ts_core.optim.read_guard import compiled_code_in_use
-from ts_core.optim.resident import ResidentAdamW
+from ts_core.optim.resident import ResidentAdamW, move_to_device, new_pieces
 from ts_core.optim.shown import ShownOptimizer
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
