@@ -55,7 +55,7 @@ class BlockRunner:
         self._forwards: list[OwnForward] = []
         self._removed = False
         self._blocks = [weakref.ref(block) for block in blocks]
-        self._turns: Turns | None = None
+        self._turns = turns
         self._replace_forwards()
         if pager is not None:
             self._turns = turns or Turns(pager.copies.device)
@@ -134,6 +134,21 @@ class BlockRunner:
     ) -> Any:
         if self._replay is None or in_backward():
             return eager()
+        if self._turns is not None:  # a recording's buffers are for one pass at a time
+            with self._turns.alone():
+                return self._replayed(index, mode, forward, args, kwargs, eager)
+        return self._replayed(index, mode, forward, args, kwargs, eager)
+
+    def _replayed(
+        self,
+        index: int,
+        mode: str,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        eager: Callable[[], Any],
+    ) -> Any:
+        assert self._replay is not None
         if mode == OFFLOAD:
             return self._replay.paged(eager)
         enter = functools.partial(self._enter_again, index)
@@ -144,6 +159,8 @@ class BlockRunner:
         """Before the backward of a replayed block."""
         if self._activations is not None:
             self._activations.store.went_back = True
+        if self._turns is not None:
+            self._turns.backward(self._release)
         if self._pager is not None:
             self._pager.enter(index, -1)
 
