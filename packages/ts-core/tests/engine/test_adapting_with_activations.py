@@ -79,6 +79,15 @@ def run(
     return model, record, device
 
 
+def train_until_decided(model: TinyModel) -> None:
+    """Steps until it is decided where state lives (blocks, activations and slots are tried)."""
+    optimizer = model._trainstream_session.optimizer
+    for _ in range(200):
+        if optimizer.after_step is None:
+            return
+        train(model, optimizer, 1)
+
+
 @pytest.fixture(scope="module")
 def plain() -> TrainingRecord:
     model = tiny_model(depth=DEPTH, dropout=0.1)
@@ -155,6 +164,19 @@ def test_adapters_are_optimized_on_the_device_while_the_base_streams(
     assert expected.differences(record) == []
 
 
+def test_with_a_streamed_base_a_measured_peak_decides_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residence, "SMALL_SHARE", 0.0)
+    kept = {"activation_offload": False}
+    for room, moved, said in ((60.0, True, "from here on"), (3.0, False, "it needs")):
+        model, _, _ = run(
+            monkeypatch, TYPICAL_GPU, room, 3, param_offload=True, recompute=False, **kept
+        )
+        session = model._trainstream_session
+        train_until_decided(model)
+        assert len(session.plan.paged) == DEPTH and session.optimizer.resident is moved
+        assert any(said in e for e in session.events if e.startswith("offload")), session.events
+
+
 def test_a_plan_without_room_for_the_state_leaves_it_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,7 +221,8 @@ def test_while_trained_blocks_stream_the_optimizer_stays_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(residence, "SMALL_SHARE", 0.0)
-    model, _, _ = run(monkeypatch, TYPICAL_GPU, 5.0, 12, full=True)
+    model, _, _ = run(monkeypatch, TYPICAL_GPU, 5.0, 5, full=True)
+    train_until_decided(model)
     session = model._trainstream_session
     assert session.plan.paged and not session.optimizer.resident
     why = [event for event in session.events if event.startswith("offload")]

@@ -125,7 +125,9 @@ class ResidentAdamW:
         Returns:
             The global norm before clipping, 0-d on the device, when `options` ask for it.
         """
-        self.reports.poll()
+        capturing = self._capturing()
+        if not capturing:  # events may not be looked at meanwhile
+            self.reports.poll()
         if self._stages:  # what lies between parameters too, which a scale of NaN has reached
             torch._foreach_zero_(self._stages)
         live = [piece for piece in self.pieces if piece.gather()]
@@ -139,7 +141,7 @@ class ResidentAdamW:
                 early = [piece.gradient() for piece in live if not piece.scales_late]
                 if early:
                     torch._foreach_mul_(early, scale)
-            if not self._capturing():
+            if not capturing:
                 self.reports.queue(norm, number, options.skip_nonfinite)
         if live:
             self._count(live, found_inf)
