@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -314,16 +315,18 @@ def test_ambiguous_and_unjoinable_microbatches() -> None:
 
 
 def test_threads_end_with_the_model() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # those of earlier tests may end meanwhile
+    started: set[threading.Thread] = set()
     for _ in range(3):
         with StreamedModel(blocks(), "host") as model:
             model(torch.randn(2, WIDTH)).sum().backward()
+            started |= set(threading.enumerate()) - before
         del model
-    deadline = 200
-    while threading.active_count() > before and deadline:
-        deadline -= 1
-        threading.Event().wait(0.01)
-    assert threading.active_count() == before
+    assert len(started) >= 3  # or this test would show nothing
+    deadline = time.monotonic() + 30
+    for thread in started:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert not [thread for thread in started if thread.is_alive()]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
