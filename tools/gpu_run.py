@@ -137,6 +137,7 @@ def _environment(site: Path) -> dict[str, str]:
         "TS_BENCH_CHECKPOINTS": str(site / "checkpoints"),
         "HF_HUB_OFFLINE": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(site / "unsloth_compiled_cache"),
     }
 
 

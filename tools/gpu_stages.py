@@ -326,7 +326,8 @@ STAGES: dict[str, Stage] = {
             [
                 _benchmark(
                     "ts-hf",
-                    "moe_paging.py --layers 2 --experts 8 --tokens 16 --steps 1 --decode 1",
+                    "moe_paging.py --layers 2 --experts 8 --width 64 --tokens 16 --steps 1 "
+                    "--decode 1",
                 )
             ],
         ),

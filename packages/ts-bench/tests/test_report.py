@@ -9,7 +9,7 @@ import pytest
 from ts_bench import records
 from ts_bench.plot import plot
 from ts_bench.records import Measurement, Record
-from ts_bench.report import HEADINGS, show, text_tables
+from ts_bench.report import HEADINGS, OPTIONAL, show, text_tables
 from ts_bench.scenarios import SCENARIOS
 from ts_bench.summary import summarize
 from ts_core.errors import DataError
@@ -90,7 +90,7 @@ def test_table_shows_every_engine() -> None:
     text = text_tables(summarize(FOUND))
     lines = text.splitlines()
     assert lines[0] == "## lora-14b-nf4-1x512-24g"
-    assert lines[1].split() == " ".join(HEADINGS).split()
+    assert lines[1].split() == " ".join(h for h in HEADINGS if h not in OPTIONAL).split()
     assert len(lines) == 6
     rival = lines[2]
     assert rival.startswith("bitsandbytes (checkpointing)")

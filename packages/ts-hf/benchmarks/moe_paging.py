@@ -23,13 +23,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def _config(layers: int, experts: int) -> Any:
+def _config(layers: int, experts: int, width: int) -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
         vocab_size=32768,
-        hidden_size=2048,
-        moe_intermediate_size=768,
+        hidden_size=width,
+        moe_intermediate_size=3 * width // 8,
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=4,
@@ -52,7 +52,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     codec = None if arguments.codec == "none" else arguments.codec
     model = ts_hf.load_model(
-        _config(arguments.layers, arguments.experts), random_weights=True, quantize=codec
+        _config(arguments.layers, arguments.experts, arguments.width),
+        random_weights=True,
+        quantize=codec,
     )
     config = peft.LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model = peft.get_peft_model(model, config)
@@ -110,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--width", type=int, default=2048, help="hidden size")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--decode", type=int, default=16)

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from ts_bench import adam_command, quality_command, records, suite_command
+from ts_bench import adam_command, page_command, quality_command, records, suite_command
 from ts_bench.records import Record
 from ts_bench.scenarios import GB, SCENARIOS, Scenario, get_scenario
 from ts_core.errors import OptionError, TrainStreamError
@@ -39,6 +39,9 @@ class BenchCommand:
         show.set_defaults(_bench=_show)
         suite_command.configure(
             subparsers.add_parser("suite", help="a list of runs, most telling first")
+        )
+        page_command.configure(
+            subparsers.add_parser("page", help="a page for docs/benchmarks from recorded files")
         )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
         quality_command.configure(

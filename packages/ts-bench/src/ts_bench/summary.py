@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ts_bench import records
-from ts_bench.records import Record
+from ts_bench.records import Measurement, Record
 
 OURS = "trainstream"
 
@@ -28,6 +28,11 @@ class Row:
             host_gb is resident memory after the last step.
         first_loss, last_loss: of the first round.
         rounds: rounds that succeeded.
+        queued_ms: median of what the host took to queue a step and return.
+        kernel_ms, idle_ms: the GPU runs a kernel, or nothing, per step; see `ts_bench.activity`.
+        h2d_gb: 1e9 bytes copied to the device per step.
+        link_share: of the measured rate of the link to the device.
+        predicted_gb: peak that trainstream's plan predicts, 1e9 bytes.
     """
 
     scenario: str
@@ -44,6 +49,12 @@ class Row:
     first_loss: float | None = None
     last_loss: float | None = None
     rounds: int = 0
+    queued_ms: float | None = None
+    kernel_ms: float | None = None
+    idle_ms: float | None = None
+    h2d_gb: float | None = None
+    link_share: float | None = None
+    predicted_gb: float | None = None
 
 
 def summarize(found: Sequence[Record], baseline: str | None = None) -> list[Row]:
@@ -61,8 +72,20 @@ def summarize(found: Sequence[Record], baseline: str | None = None) -> list[Row]
         base = baseline or (OURS if OURS in good else next(iter(good), None))
         base_ms = {_round(r): _median_ms(r) for r in here if r.engine == base and r.measurement}
         for engine in dict.fromkeys(record.engine for record in here):
-            rows.append(_row([record for record in here if record.engine == engine], base_ms))
+            for some in _by_variant([record for record in here if record.engine == engine]):
+                rows.append(_row(some, base_ms))
     return rows
+
+
+def _by_variant(found: list[Record]) -> list[list[Record]]:
+    """One list, or one for each variant where several succeeded: then each was asked for."""
+    good = list(dict.fromkeys(record.variant for record in found if record.status == records.OK))
+    if len(good) < 2:
+        return [found]
+    lists: dict[str, list[Record]] = {variant: [] for variant in good}
+    for record in found:
+        lists.setdefault(record.variant, []).append(record)
+    return list(lists.values())
 
 
 def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
@@ -97,7 +120,29 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
         first_loss=first.losses[0],
         last_loss=first.losses[-1],
         rounds=len(good),
+        **_activity(figures),
     )
+
+
+def _activity(figures: Sequence[Measurement]) -> dict[str, float]:
+    """What the last round that has it tells of the host, the GPU and the link."""
+    found: dict[str, float] = {}
+    for figure in figures:
+        step_s = median(figure.step_s)
+        if figure.host_s:
+            found["queued_ms"] = 1000 * median(figure.host_s)
+        if figure.activity and "kernel_s" in figure.activity:
+            found["kernel_ms"] = 1000 * figure.activity["kernel_s"]
+            found["idle_ms"] = 1000 * figure.activity["idle_s"]
+        if figure.transferred and "h2d" in figure.transferred:
+            found["h2d_gb"] = figure.transferred["h2d"] / 1e9
+            if figure.link_gb_s:
+                found["link_share"] = found["h2d_gb"] / step_s / figure.link_gb_s["h2d"]
+        plan = figure.details.get("plan")
+        predicted = plan.get("predicted") if isinstance(plan, dict) else None
+        if isinstance(predicted, dict) and figure.peak_allocated_bytes is not None:
+            found["predicted_gb"] = predicted["total"] / 1e9
+    return found
 
 
 def _round(record: Record) -> tuple[str, int]:

@@ -67,11 +67,13 @@ class UnslothEngine:
             job = json.dumps(scenario.to_dict())
             subprocess.run([sys.executable, "-m", __name__, job], check=True)
         unsloth: Any = __import__("unsloth")
+        checkpointing = "unsloth" if variant == CHECKPOINTING else False
         model, _ = unsloth.FastLanguageModel.from_pretrained(
             model_name=str(folder),
             max_seq_length=max(2048, scenario.tokens),
             dtype=torch.bfloat16,
             load_in_4bit=True,
+            use_gradient_checkpointing=checkpointing,
             local_files_only=True,
         )
         model = unsloth.FastLanguageModel.get_peft_model(
@@ -81,14 +83,14 @@ class UnslothEngine:
             lora_alpha=2 * scenario.lora_rank,
             lora_dropout=0,
             bias="none",
-            use_gradient_checkpointing="unsloth" if variant == CHECKPOINTING else False,
+            use_gradient_checkpointing=checkpointing,
             random_state=0,
         )
         model.train()
         details = {
             "weights": "nf4, bf16 embedding and output",
             "optimizer": "AdamW(fused)",
-            "checkpointing": variant == CHECKPOINTING,
+            "checkpointing": checkpointing,
             "unsloth": unsloth.__version__,
         }
         return TrainStep(model, adamw(model, device), scenario, device, details)
