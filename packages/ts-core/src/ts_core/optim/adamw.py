@@ -27,7 +27,7 @@ from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
 from ts_core.optim.ownership import own, owners
 from ts_core.optim.read_guard import compiled_code_in_use
-from ts_core.optim.resident import ResidentAdamW, move_to_device, new_pieces
+from ts_core.optim.resident import ResidentAdamW, move_to_device
 from ts_core.optim.shown import ShownOptimizer
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
@@ -294,9 +294,8 @@ class OffloadAdamW(ShownOptimizer):
     def make_resident(self) -> None:
         """Keep state on the device from now on, under torch's fused AdamW; host state is freed.
 
-        step() then queues a few kernels and returns: no gradient goes to the host, and norm,
-        clipping and `skip_nonfinite` stay on the device. Low-precision parameters have an fp32 copy
-        there. Gradients are in `param.grad` until step() takes them. There is no way back.
+        step() then queues a few kernels and returns; norm, clipping and skipping stay on the
+        device. Gradients are in `param.grad` until step() takes them. There is no way back.
 
         Raises:
             StateError: in the middle of a step, or of parameters that several processes share or
@@ -380,9 +379,7 @@ class OffloadAdamW(ShownOptimizer):
         if updates.ranks is not None:
             self.build()  # a process without any gradient takes part in the average too
         if self._resident is not None:
-            new = self._resident.newcomers(self.param_groups)
-            if new:
-                self._resident.add(new_pieces(new, updates.storage.layouts))
+            if self._resident.take_in(self.param_groups, updates.storage.layouts):
                 self._show_resident()
             updates.steps += 1
             self._resident_norm = self._resident.step(

@@ -77,17 +77,22 @@ class ResidentAdamW:
                 if held is None or held.numel() < piece.layout.numel:
                     self._scratch[device] = torch.zeros(piece.layout.numel, device=device)
 
-    def newcomers(self, groups: Sequence[dict[str, Any]]) -> list[tuple[int, torch.nn.Parameter]]:
-        """Parameters (with their group's index) that the user added since the last step.
+    def take_in(
+        self,
+        groups: Sequence[dict[str, Any]],
+        layouts: Callable[[Sequence[torch.nn.Parameter]], Iterable[FlatLayout]],
+    ) -> bool:
+        """Optimize what the user added to the groups since the last step; whether there was any.
 
-        Notes those that are in no group any more, which are left alone from now on.
+        Notes parameters that are in no group any more, which are left alone from now on.
 
         Raises:
             StateError: a parameter has changed its group.
+            OptionError: two parameters share their memory.
         """
         signature = [(id(group["params"]), len(group["params"])) for group in groups]
         if signature == self._signature:
-            return []
+            return False
         found = {p: index for index, group in enumerate(groups) for p in group["params"]}
         for piece in self.pieces:
             now = [found.get(param) for param in piece.params]
@@ -97,8 +102,12 @@ class ResidentAdamW:
                     "made. Build the optimizer with the groups as they are to be."
                 )
             piece.left_out = frozenset(k for k, index in enumerate(now) if index is None)
+        new = [(index, param) for param, index in found.items() if param not in self.where]
+        if new:
+            checks.memory([*self.where, *(param for _, param in new)])
+            self.add(new_pieces(new, layouts))
         self._signature = signature
-        return [(index, param) for param, index in found.items() if param not in self.where]
+        return bool(new)
 
     def stats(self) -> dict[str, Any]:
         """Counters for `OffloadAdamW.stats`, in place of the host's."""

@@ -67,6 +67,7 @@ class ResidentPiece:
         self.scales_late = self._low and not layout.many
         self.stage = torch.zeros(numel, device=device) if layout.many else None
         self._views = [] if self.stage is None else layout.split(self.stage)
+        self._parts: dict[int, list[torch.Tensor]] = {}
         self._single: torch.Tensor | None = None
         self._present: list[int] = []
         self._equal_steps = True
@@ -156,9 +157,18 @@ class ResidentPiece:
             lists.steps.append(self.steps[0])
             return
         for position in self._present:
-            for column, flat in zip(filled, columns, strict=True):
-                column.append(self.layout.view(flat, position))
+            for column, view in zip(filled, self._apart(position, columns), strict=True):
+                column.append(view)
             lists.steps.append(self.steps[position])
+
+    def _apart(self, position: int, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One parameter's views of parameter, gradient and moments; kept where memory stays."""
+        if self.stage is None:
+            return [self.layout.view(flat, position) for flat in columns]
+        found = self._parts.get(position)
+        if found is None:
+            found = self._parts[position] = [self.layout.view(flat, position) for flat in columns]
+        return found
 
     def counted(self) -> list[torch.Tensor]:
         """The step counts that this step's update raises."""
