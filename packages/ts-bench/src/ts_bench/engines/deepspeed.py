@@ -151,14 +151,14 @@ def use_built_adam() -> bool:
     from importlib.machinery import ExtensionFileLoader
     from importlib.util import module_from_spec, spec_from_file_location
 
-    builder: Any = __import__("deepspeed.ops.op_builder.builder", fromlist=["OpBuilder"])
+    builders: Any = __import__("deepspeed.ops.op_builder", fromlist=["CPUAdamBuilder"])
     spec = spec_from_file_location(
         "cpu_adam", place, loader=ExtensionFileLoader("cpu_adam", str(place))
     )
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    builder.OpBuilder._loaded_ops["cpu_adam"] = module
+    builders.CPUAdamBuilder._loaded_ops["cpu_adam"] = module
     return True
 
 
