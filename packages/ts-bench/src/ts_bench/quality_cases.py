@@ -48,6 +48,7 @@ _ALL = (
     _case("nf4 loftq x5", "nf4", error_rank=16, error_iters=5),
     _case("nf4 loftq data", "nf4", True, error_rank=16),
     _case("nf4 all", "nf4", True, error_rank=16, keep_precise=0.05, double_quant=True),
+    _case("nf4 joint data", "nf4", True, joint_budget=0.1, error_rank=16),
     _case("nvfp4", "nvfp4"),
     _case("nvfp4 keep-precise", "nvfp4", keep_precise=0.05),
     _case("nvfp4 loftq data", "nvfp4", True, error_rank=16),

@@ -29,9 +29,10 @@ from ts_quant.lora_start import ErrorStart, init_lora_from_error
 from ts_quant.matmul.options import MatmulOptions, configure_matmul
 from ts_quant.measure import ErrorStats, error
 from ts_quant.merge import MatrixMerge, MergeReport, merge_weight
+from ts_quant.outliers import worst_channels
 from ts_quant.readers.folder import iterate_checkpoint
 from ts_quant.readers.plan import ReadPlan, StoredWeight, plan_reading
-from ts_quant.storage_report import MatrixReport, StorageReport
+from ts_quant.storage_report import Considered, MatrixReport, StorageReport
 from ts_quant.stored import iterate_quantized, load_quantized, save_quantized
 from ts_quant.storing import Stored, Storer
 from ts_quant.tensor import QuantTensor
@@ -42,6 +43,7 @@ __version__ = "0.8.0"
 __all__ = [
     "CheckpointError",
     "Choice",
+    "Considered",
     "ErrorStart",
     "ErrorStats",
     "FrozenWeightError",
@@ -75,4 +77,5 @@ __all__ = [
     "plan_reading",
     "quantize",
     "save_quantized",
+    "worst_channels",
 ]

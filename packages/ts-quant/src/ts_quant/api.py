@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, codec_named
@@ -15,6 +17,7 @@ def quantize(
     double_quant: bool = False,
     *,
     layout: str | None = None,
+    outlier_channels: Tensor | Sequence[int] | None = None,
     name: str | None = None,
 ) -> QuantTensor:
     """Encode a weight.
@@ -35,6 +38,9 @@ def quantize(
             they are), "tile" (per 128 x 128) or "tensor" instead of blocks of 32. nvfp4:
             "e4m3_div" (the global scale divides, as compressed-tensors stores it). None: the
             codec's own.
+        outlier_channels: columns of a matrix to keep in bf16 beside the codes of the rest (2 bytes
+            per value more; products with such a weight decode it). `ts_quant.worst_channels`
+            finds those worth it.
         name: the weight's name, for error messages.
 
     Returns:
@@ -45,5 +51,10 @@ def quantize(
         NonFiniteWeightError: w holds NaN or infinity.
     """
     return codec_named(codec).encode(
-        w, block_size=block_size, double_quant=double_quant, layout=layout, name=name
+        w,
+        block_size=block_size,
+        double_quant=double_quant,
+        layout=layout,
+        outlier_channels=outlier_channels,
+        name=name,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ts_quant.codecs import outliers
 from ts_quant.codecs.base import codec_named
 from ts_quant.errors import FrozenWeightError
 from ts_quant.frozen_view import shown
@@ -112,7 +113,12 @@ def _encoded_like(target: QuantTensor, source: Tensor) -> tuple[Tensor, ...]:
         source = source.dequantize()
     device = target.buffers()[0].device
     dense = source.detach().to(device, target.dtype).expand(target.shape)
-    return codec_named(target.codec).encode_checked(dense, target._spec, None)
+    codec = codec_named(target.codec)
+    if target._spec.outliers:
+        channels = target.buffers()[-1].view(-1)
+        rest = outliers.without(target._spec)
+        return outliers.encode_with(codec, dense, rest, channels, None)[1]
+    return codec.encode_checked(dense, target._spec, None)
 
 
 @_handles(aten.select.int)

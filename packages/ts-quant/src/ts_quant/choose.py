@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ts_quant.errors import OptionError
 
@@ -33,7 +34,10 @@ class Choice:
     error: float
 
 
-def choose(options: Mapping[str, Sequence[Choice]], budget_bytes: int) -> dict[str, Choice]:
+C = TypeVar("C", bound=Choice)
+
+
+def choose(options: Mapping[str, Sequence[C]], budget_bytes: int) -> dict[str, C]:
     """The choice for each matrix that leaves the least error in all, within the budget.
 
     Args:
@@ -73,7 +77,7 @@ def choose(options: Mapping[str, Sequence[Choice]], budget_bytes: int) -> dict[s
     return {name: hulls[name][place[name]] for name in names}
 
 
-def _hull(name: str, choices: Sequence[Choice]) -> list[Choice]:
+def _hull(name: str, choices: Sequence[C]) -> list[C]:
     """The choices worth taking, by rising bytes and falling gain per byte."""
     if not choices:
         raise OptionError(f"matrix {name!r} has no choice")
@@ -82,7 +86,7 @@ def _hull(name: str, choices: Sequence[Choice]) -> list[Choice]:
             f"matrix {name!r}: the first choice ({choices[0].label}) must cost no extra bytes, "
             f"not {choices[0].extra_bytes}"
         )
-    hull: list[Choice] = []
+    hull: list[C] = []
     for choice in sorted(choices, key=lambda item: (item.extra_bytes, item.error)):
         if hull and choice.error >= hull[-1].error:
             continue

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, Codec, QuantSpec, _plain, codec_named
+from ts_quant.lowrank import column_scales
+from ts_quant.tensor import QuantTensor
 
 _CHUNK_VALUES = 1 << 22
+_ROWS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,29 @@ def _chunk_error(
         ).tolist()
         lost, total, largest = lost + sums[0], total + sums[1], max(largest, sums[2])
     return lost, total, largest
+
+
+def squared_error(
+    weight: Tensor, encoded: QuantTensor, second_moments: Tensor | None = None
+) -> float:
+    """|| (W - Q) diag(s) ||^2 / || W diag(s) ||^2, with s^2 = E[x^2] or 1; 0 for a W of zeros.
+
+    Computed in fp32 products and fp64 sums, in slices of rows beside one decoded copy.
+    """
+    scale = None
+    if second_moments is not None and weight.dim() == 2:
+        scale = column_scales(second_moments, weight.shape[1], weight.device)
+    flat = weight.detach().reshape(-1, weight.shape[-1] if weight.dim() else 1)
+    decoded = encoded.dequantize().reshape(flat.shape)
+    step = max(_ROWS_AT_ONCE // max(flat.shape[1], 1), 1)
+    lost = torch.zeros((), dtype=torch.float64, device=weight.device)
+    total = torch.zeros_like(lost)
+    for row in range(0, flat.shape[0], step):
+        exact = flat[row : row + step].float()
+        difference = decoded[row : row + step].float() - exact
+        if scale is not None:
+            difference, exact = difference * scale, exact * scale
+        lost += difference.double().square().sum()
+        total += exact.double().square().sum()
+    whole = float(total)
+    return float(lost) / whole if whole else 0.0

@@ -9,6 +9,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Considered:
+    """A form that was measured.
+
+    Attributes:
+        form: what it is, in a few words.
+        extra_bytes: bytes beyond the plain form.
+        error: relative error it leaves, as in `MatrixReport`.
+    """
+
+    form: str
+    extra_bytes: int
+    error: float
+
+
+@dataclass(frozen=True)
 class MatrixReport:
     """How one matrix is stored.
 
@@ -23,6 +38,9 @@ class MatrixReport:
         rank: directions of the error that adapters can start at; 0 for none.
         error_with_start: relative error with that start; None without one.
         reason: why it is stored so, in plain words.
+        outliers: input channels kept in bf16; their bytes are among stored_bytes.
+        considered: the forms it was chosen from, the plain one first; empty where none was
+            measured.
     """
 
     name: str
@@ -34,6 +52,8 @@ class MatrixReport:
     rank: int
     error_with_start: float | None
     reason: str
+    outliers: int = 0
+    considered: tuple[Considered, ...] = ()
 
 
 @dataclass

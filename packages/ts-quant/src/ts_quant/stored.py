@@ -7,8 +7,9 @@ The file's metadata says what belongs together:
     trainstream.layout   "1"
     trainstream.weights  JSON: {NAME: {"codec": "nf4", "shape": [out, in], "dtype": "bfloat16",
                          "layout": {"scales": "float32", "block_size": 64, "rows": 1},
-                         "buffers": ["codes", "absmax"]}}; "transposed": true where the tensor
-                         is seen with its last two dimensions swapped
+                         "buffers": ["codes", "absmax"]}}; in the layout "outliers": c where
+                         c columns are kept apart (`ts_quant.codecs.outliers`); "transposed": true
+                         where the tensor is seen with its last two dimensions swapped
 
 Any safetensors reader can open such a file; nothing needs unpickling.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.outliers import checked
 from ts_quant.errors import CheckpointError, OptionError
 from ts_quant.safetensors_file import Entry, read_header, read_tensor, write_file
 from ts_quant.tensor import QuantTensor
@@ -72,6 +74,7 @@ def save_quantized(tensors: Mapping[str, Tensor], file: str | Path) -> Path:
                     "scales": spec.scales,
                     "block_size": spec.block_size,
                     "rows": spec.rows,
+                    **({"outliers": spec.outliers} if spec.outliers else {}),
                 },
                 "buffers": names,
                 **({"transposed": True} if swapped else {}),
@@ -177,6 +180,8 @@ def _build(
             dtype=_DTYPES[fields["dtype"]],
             layout=fields["layout"],
         )
+        if built.spec.outliers:
+            checked(built.buffers()[-1].view(-1), built.shape, built.device)
         return TransposedQuantTensor(built) if fields.get("transposed") is True else built
     except OptionError as error:
         raise CheckpointError(f"{file}: weight {name!r}: {error}") from error

@@ -19,22 +19,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ts_quant.choose import Choice, choose
+from ts_quant.choose import choose
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, codec_named
 from ts_quant.errors import OptionError
+from ts_quant.forms import (
+    JOINT_RANKS,
+    Encoder,
+    Form,
+    plain_and_precise,
+    ranks_and_outliers,
+)
 from ts_quant.loftq import fit_error, loftq
 from ts_quant.lora_start import ErrorStart
-from ts_quant.lowrank import column_scales
-from ts_quant.storage_report import MatrixReport, StorageReport
+from ts_quant.measure import squared_error
+from ts_quant.outliers import worst_channels
+from ts_quant.storage_report import Considered, MatrixReport, StorageReport
 from ts_quant.tensor import QuantTensor
 
 MORE_PRECISE = {"nf4": "int8", "nvfp4": "fp8"}
 """The format one step more precise, for `keep_precise`."""
 
 AUTO_SHARE = 0.05
-JOINT_RANKS = (4, 8, 16, 32, 64)
-_FACTOR_BYTES = 2
-_ROWS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,10 @@ class Storer:
             storing the matrices that lose most one step more precise.
         error_rank: rank of the fit of what was lost, for adapters to start at; 0 for none.
         error_iters: LoftQ alternations.
-        joint_budget: share of extra bytes that keep-precise and the rank of the start of every
-            matrix compete for; replaces keep_precise, and error_rank becomes the largest rank
-            (0: 64). Use `report.rank_pattern()` for the adapters.
+        joint_budget: share of extra bytes that keep-precise, outlier channels (input channels kept
+            in bf16) and the rank of the start of every matrix compete for; replaces keep_precise,
+            and error_rank becomes the largest rank (0: 64). Use `report.rank_pattern()` for the
+            adapters.
         second_moments: E[x^2] per input channel by layer name (`error_stats`); weighs errors.
 
     Raises:
@@ -97,9 +103,11 @@ class Storer:
         self.iters = error_iters
         self.moments = dict(second_moments or {})
         self.report = StorageReport(codec)
-        self._options: dict[str, list[Choice]] = {}
+        self._options: dict[str, list[Form]] = {}
         self._bytes: dict[str, int] = {}
-        self._chosen: dict[str, Choice] | None = None
+        self._unadapted: set[str] = set()
+        self._chosen: dict[str, Form] | None = None
+        self._encode = Encoder(codec, block_size, double_quant)
         self._precise = MORE_PRECISE.get(codec)
         if self.needs_measuring and self._precise is None and self.joint is None:
             raise OptionError(
@@ -112,9 +120,17 @@ class Storer:
         """Whether every matrix must be measured before the final form of any is known."""
         return self.share > 0 or bool(self.joint)
 
-    def measure(self, weight: Tensor, name: str) -> None:
-        """Note what `weight` would lose in each form it may be stored in; keeps nothing of it."""
-        self._measure(weight, self._encode(self.codec, weight, name), name)
+    def measure(self, weight: Tensor, name: str, *, adapted: bool | None = None) -> None:
+        """Note what `weight` would lose in each form it may be stored in; keeps nothing of it.
+
+        Args:
+            weight: floating tensor.
+            name: its name.
+            adapted: as in `store`; False leaves starts for adapters out of the choice.
+        """
+        if adapted is False:
+            self._unadapted.add(name)
+        self._measure(weight, self._encode(weight, name), name)
 
     def improved(self) -> list[str]:
         """Names of measured matrices that are to be stored in another than the first form."""
@@ -139,38 +155,26 @@ class Storer:
         """
         choice = self._chosen.get(name) if self._chosen is not None else None
         if choice is None and self.needs_measuring:
-            encoded = self._encode(self.codec, weight, name)
+            encoded = self._encode(weight, name)
             if name not in self._options:
                 self._measure(weight, encoded, name)
             self._add_row(weight, name, encoded, None, "stored first, then compared")
             return Stored(encoded, None)
-        codec, rank = self.codec, self.rank if self.joint is None else 0
-        if choice is not None and choice.label == "precise":
-            assert self._precise is not None
-            codec, rank = self._precise, 0
-        elif choice is not None and choice.label.startswith("rank "):
-            rank = int(choice.label.removeprefix("rank "))
+        codec, rank, outliers = self.codec, self.rank if self.joint is None else 0, 0
+        if choice is not None and self.joint is not None:
+            codec, rank, outliers = choice.codec, choice.rank, choice.outliers
+        elif choice is not None and choice.codec != codec:
+            codec, rank = choice.codec, 0
+        fitted = rank > 0 and weight.dim() == 2 and codec == self.codec and adapted is not False
         start = with_start = None
-        if rank and weight.dim() == 2 and codec == self.codec and adapted is not False:
-            result = loftq(
-                weight,
-                codec,
-                rank,
-                self.iters,
-                block_size=self.block_size,
-                double_quant=self.double_quant,
-                second_moments=self._moments(name),
-                name=name,
-            )
-            encoded, with_start = result.weight, result.error_with_factors
-            kept = weight.dtype
-            start = ErrorStart(
-                result.b.to(kept).cpu().contiguous(),
-                result.a.to(kept).cpu().contiguous(),
-                rounds=result.rounds,
-            )
-        else:
-            encoded = self._encode(codec, weight, name)
+        if outliers:
+            encoded = self._with_outliers(weight, name, outliers)
+        elif not fitted:
+            encoded = self._encode(weight, name, codec)
+        if fitted and outliers:
+            start, with_start = self._start_beside(weight, encoded, name, rank)
+        elif fitted:
+            encoded, start, with_start = self._loftq(weight, name, rank)
         reason = self._reason(name, choice)
         if rank and adapted is False:
             reason = "its layer has no adapter that could start at factors"
@@ -178,11 +182,6 @@ class Storer:
         return Stored(encoded, start)
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _encode(self, codec: str, weight: Tensor, name: str) -> QuantTensor:
-        return codec_named(codec).encode(
-            weight, block_size=self.block_size, double_quant=self.double_quant, name=name
-        )
 
     def _moments(self, name: str) -> Tensor | None:
         if not self.moments:
@@ -197,54 +196,59 @@ class Storer:
         return self.moments[layer]
 
     def _measure(self, weight: Tensor, encoded: QuantTensor, name: str) -> None:
-        base = squared_error(weight, encoded, self._moments(name))
-        choices = [Choice("plain", 0, base)]
-        if self._precise is not None:
-            precise = self._encode(self._precise, weight, name)
-            choices.append(
-                Choice(
-                    "precise",
-                    max(precise.nbytes - encoded.nbytes, 0),
-                    squared_error(weight, precise, self._moments(name)),
-                )
-            )
-            del precise
+        moments = self._moments(name)
+        forms = plain_and_precise(self._encode, weight, encoded, moments, self._precise)
         if self.joint and weight.dim() == 2:
-            choices += self._rank_choices(weight, encoded, name, base)
-        self._options[name] = choices
+            most_rank = 0 if name in self._unadapted else self.rank or JOINT_RANKS[-1]
+            forms += ranks_and_outliers(self._encode, weight, encoded, moments, most_rank)
+        self._options[name] = forms
         self._bytes[name] = encoded.nbytes
         self._chosen = None
 
-    def _rank_choices(
-        self, weight: Tensor, encoded: QuantTensor, name: str, base: float
-    ) -> list[Choice]:
-        largest = min(self.rank or JOINT_RANKS[-1], *weight.shape)
-        ranks = [rank for rank in JOINT_RANKS if rank <= largest]
-        if not ranks:
-            return []
-        fit = fit_error(weight, encoded, ranks[-1], self._moments(name))
-        per_rank = _FACTOR_BYTES * sum(weight.shape)
-        return [
-            Choice(f"rank {rank}", rank * per_rank, base * fit.left_over(rank) / fit.total)
-            for rank in ranks
-            if fit.total
-        ]
+    def _with_outliers(self, weight: Tensor, name: str, count: int) -> QuantTensor:
+        plain = self._encode(weight, name)
+        channels = worst_channels(weight, plain, count, self._moments(name))
+        return self._encode(weight, name, channels=channels)
 
-    def _decide(self) -> dict[str, Choice]:
+    def _loftq(self, weight: Tensor, name: str, rank: int) -> tuple[QuantTensor, ErrorStart, float]:
+        result = loftq(
+            weight,
+            self.codec,
+            rank,
+            self.iters,
+            block_size=self.block_size,
+            double_quant=self.double_quant,
+            second_moments=self._moments(name),
+            name=name,
+        )
+        start = _start(result.b, result.a, weight.dtype, result.rounds)
+        return result.weight, start, result.error_with_factors
+
+    def _start_beside(
+        self, weight: Tensor, encoded: QuantTensor, name: str, rank: int
+    ) -> tuple[ErrorStart, float]:
+        """A fit of what is lost beside outlier channels (one round: the codes stay)."""
+        moments = self._moments(name)
+        fit = fit_error(weight, encoded, rank, moments)
+        lost = squared_error(weight, encoded, moments)
+        left = lost * fit.left_over(rank) / fit.total if fit.total else 0.0
+        return _start(fit.b, fit.a, weight.dtype, 1), math.sqrt(left)
+
+    def _decide(self) -> dict[str, Form]:
         if self._chosen is None:
             share = self.share if self.joint is None else self.joint
             budget = int(share * sum(self._bytes.values()))
             self._chosen = choose(self._options, budget)
         return self._chosen
 
-    def _reason(self, name: str, choice: Choice | None) -> str:
+    def _reason(self, name: str, choice: Form | None) -> str:
         if choice is None:
             return f"rank-{self.rank} start for adapters" if self.rank else "as asked"
-        base = self._options[name][0].error
-        lost = f"{self.codec} alone loses {math.sqrt(base):.2%}"
-        if choice.label == "plain":
+        options = self._options[name]
+        lost = f"{self.codec} alone loses {math.sqrt(options[0].error):.2%}"
+        if choice is options[0]:
             return f"{lost}: others gain more per byte"
-        what = f"{self._precise}" if choice.label == "precise" else f"a {choice.label} start"
+        what = choice.codec if choice.codec != self.codec else choice.label
         return f"{lost}, {what} leaves {math.sqrt(choice.error):.2%}"
 
     def _add_row(
@@ -266,33 +270,16 @@ class Storer:
             rank=0 if start is None else start.a.shape[0],
             error_with_start=with_start,
             reason=reason,
+            outliers=encoded.spec.outliers,
+            considered=tuple(
+                Considered(form.label, form.extra_bytes, math.sqrt(form.error))
+                for form in self._options.get(name, ())
+            ),
         )
 
 
-def squared_error(
-    weight: Tensor, encoded: QuantTensor, second_moments: Tensor | None = None
-) -> float:
-    """|| (W - Q) diag(s) ||^2 / || W diag(s) ||^2, with s^2 = E[x^2] or 1; 0 for a W of zeros.
-
-    Computed in fp32 products and fp64 sums, in slices of rows beside one decoded copy.
-    """
-    scale = None
-    if second_moments is not None and weight.dim() == 2:
-        scale = column_scales(second_moments, weight.shape[1], weight.device)
-    flat = weight.detach().reshape(-1, weight.shape[-1] if weight.dim() else 1)
-    decoded = encoded.dequantize().reshape(flat.shape)
-    step = max(_ROWS_AT_ONCE // max(flat.shape[1], 1), 1)
-    lost = torch.zeros((), dtype=torch.float64, device=weight.device)
-    total = torch.zeros_like(lost)
-    for row in range(0, flat.shape[0], step):
-        exact = flat[row : row + step].float()
-        difference = decoded[row : row + step].float() - exact
-        if scale is not None:
-            difference, exact = difference * scale, exact * scale
-        lost += difference.double().square().sum()
-        total += exact.double().square().sum()
-    whole = float(total)
-    return float(lost) / whole if whole else 0.0
+def _start(b: Tensor, a: Tensor, dtype: torch.dtype, rounds: int) -> ErrorStart:
+    return ErrorStart(b.to(dtype).cpu().contiguous(), a.to(dtype).cpu().contiguous(), rounds=rounds)
 
 
 def _share(value: float | str | bool | None) -> float:

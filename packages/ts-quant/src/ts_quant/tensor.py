@@ -114,8 +114,8 @@ class QuantTensor(torch.Tensor):
                 [..., ceil(N / rows), ceil(K / block_size)].
             shape: shape of the decoded weight.
             dtype: floating dtype that the weight is decoded to by default.
-            layout: what is not the codec's default: "scales" (a scale layout), "block_size", and
-                "rows" for "tile".
+            layout: what is not the codec's default: "scales" (a scale layout), "block_size",
+                "rows" for "tile", and "outliers" (columns kept in bf16).
 
         Raises:
             OptionError: an unknown codec, layout or buffer, or a buffer of another size or dtype.
@@ -320,11 +320,12 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
     scales = layout.pop("scales", default.scales)
     block_size = layout.pop("block_size", default.block_size)
     rows = layout.pop("rows", 1)
+    kept = layout.pop("outliers", 0)
     if layout or scales not in codec.scale_layouts:
         asked = {"scales": scales, **layout}
         raise OptionError(
             f"layout {asked} is not one of {codec.name!r}; expected the keys 'scales' (one of "
-            f"{list(codec.scale_layouts)}), 'block_size' and 'rows'"
+            f"{list(codec.scale_layouts)}), 'block_size', 'rows' and 'outliers'"
         )
     for name, value in (("block_size", block_size), ("rows", rows)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -334,7 +335,13 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
             f"rows={rows} and block_size={block_size} are not accepted with {scales!r} scales: "
             f"expected no 'rows' and an even block_size"
         )
-    return QuantSpec(codec.name, block_size, scales, rows)
+    most = shape[1] if len(shape) == 2 else 0
+    if isinstance(kept, bool) or not isinstance(kept, int) or not 0 <= kept <= most:
+        raise OptionError(
+            f"layout's outliers={kept!r} is not accepted for a weight of shape {shape}: expected "
+            f"how many of a matrix's columns are kept apart, 0 to {most}"
+        )
+    return QuantSpec(codec.name, block_size, scales, rows, kept)
 
 
 AtenHandler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]

@@ -55,8 +55,8 @@ def quantize_model(
             (`init_lora_from_error`); 0 for none.
         error_iters: LoftQ alternations.
         double_quant: one-byte scales.
-        joint_budget: share of extra bytes that more precise storage and the rank of the start of
-            each matrix compete for; replaces `keep_precise`.
+        joint_budget: share of extra bytes that more precise storage, outlier channels (kept in
+            bf16) and the rank of the start of each matrix compete for; replaces `keep_precise`.
         second_moments: E[x^2] per input channel, by the linear layer's name
             (`ts_quant.error_stats`); weighs what is lost.
         calibration: batches to collect `second_moments` from, block by block, before anything is
@@ -100,11 +100,12 @@ def quantize_model(
         weight = module.weight.data
         return weight.to(work.torch_device) if work.separate_memory else weight
 
+    adapted = _adapted_layers(model)
     if storer is not None and storer.needs_measuring:
         for name, module in frozen:
-            storer.measure(source(module), f"{name}.weight")
+            known = None if adapted is None else id(module) in adapted
+            storer.measure(source(module), f"{name}.weight", adapted=known)
         storer.improved()
-    adapted = _adapted_layers(model)
     before = after = pinned = kept = 0
     for name, module in frozen:
         weight = module.weight

@@ -37,12 +37,14 @@ class QuantSpec:
             scale.
         scales: name of the scale layout; `ts_quant.codecs.scales` lists them.
         rows: rows per scale of layout "tile", else 1.
+        outliers: columns of a matrix that are kept in bf16 (`ts_quant.codecs.outliers`).
     """
 
     codec: str
     block_size: int
     scales: str = "float32"
     rows: int = 1
+    outliers: int = 0
 
 
 class Codec(ABC):
@@ -91,15 +93,22 @@ class Codec(ABC):
         block_size: int = DEFAULT_BLOCK_SIZE,
         double_quant: bool = False,
         layout: str | None = None,
+        outlier_channels: Tensor | Sequence[int] | None = None,
         name: str | None = None,
     ) -> QuantTensor:
         """Encode a weight; see `ts_quant.quantize`."""
         from ts_quant import stacks
+        from ts_quant.codecs import outliers
         from ts_quant.tensor import QuantTensor
 
         weight = _plain(weight, name)
         spec = self.spec_for(weight.shape, block_size, double_quant, layout)
-        if stacks.apart(weight.shape, spec):
+        channels = None
+        if outlier_channels is not None:
+            channels = outliers.checked(outlier_channels, weight.shape, weight.device)
+        if channels is not None and channels.numel():
+            spec, buffers = outliers.encode_with(self, weight, spec, channels, name)
+        elif stacks.apart(weight.shape, spec):
             buffers = stacks.encode_apart(self, weight, spec, name)
         else:
             buffers = self.encode_checked(weight, spec, name)

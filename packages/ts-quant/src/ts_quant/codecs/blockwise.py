@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ts_quant.codecs import outliers
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, check_block_size
 from ts_quant.codecs.scales import LAYOUTS, UnitRange
 from ts_quant.codecs.stored import BufferSize, StoredCodec
@@ -115,7 +116,7 @@ class BlockwiseCodec(StoredCodec):
     # -- buffers -------------------------------------------------------------------------------
 
     def buffer_names(self, spec: QuantSpec) -> tuple[str, ...]:
-        return ("codes", *LAYOUTS[spec.scales].buffer_names)
+        return ("codes", *LAYOUTS[spec.scales].buffer_names, *outliers.names(spec))
 
     def buffer_sizes(self, spec: QuantSpec, shape: Sequence[int]) -> list[BufferSize]:
         n_values = 1
@@ -124,7 +125,8 @@ class BlockwiseCodec(StoredCodec):
         blocks = block_count(n_values, spec.block_size)
         scales = [(dtype, (n,)) for dtype, n in LAYOUTS[spec.scales].sizes(blocks)]
         codes = (self.code_dtype, self.code_shape(shape))
-        return [codes, *scales, (torch.float32, (blocks,))]
+        kept = outliers.sizes(spec, shape)
+        return [codes, *scales, *kept, (torch.float32, (blocks,))]
 
     def encode_reference(self, weight: Tensor, spec: QuantSpec) -> list[Tensor]:
         n, block_size = weight.numel(), spec.block_size

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ts_quant.codecs import outliers
 from ts_quant.codecs.backend import cuda_decoder
 from ts_quant.codecs.base import Codec, QuantSpec
 from ts_quant.codecs.operators import decode_op, decode_out_op, eager, encode_op, fields
@@ -46,15 +47,23 @@ class StoredCodec(Codec):
     def decode(
         self, buffers: Sequence[Tensor], spec: QuantSpec, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
+        if spec.outliers:
+            *rest, values, channels = buffers
+            decoded = self.decode(rest, outliers.without(spec), shape, dtype)
+            return outliers.put_back((values, channels), decoded)
         if eager(buffers[0]):
             out = torch.empty(shape, dtype=dtype, device=buffers[0].device)
             self.run_decode(buffers, spec, out)
             return out
-        decoded: Tensor = decode_op(buffers, *fields(spec), shape, dtype)
-        return decoded
+        made: Tensor = decode_op(buffers, *fields(spec), shape, dtype)
+        return made
 
     def decode_out(self, buffers: Sequence[Tensor], spec: QuantSpec, out: Tensor) -> None:
-        if eager(buffers[0]) and eager(out):
+        if spec.outliers:
+            *rest, values, channels = buffers
+            self.decode_out(rest, outliers.without(spec), out)
+            outliers.put_back((values, channels), out)
+        elif eager(buffers[0]) and eager(out):
             self.run_decode(buffers, spec, out)
         else:
             decode_out_op(buffers, *fields(spec), out)

@@ -55,7 +55,7 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
         bias: [N] or None.
     """
     spec, options, shape = weight._spec, weight._matmul, weight._decoded_shape
-    if x.dtype is not torch.bfloat16 or not options.tensor_cores:
+    if x.dtype is not torch.bfloat16 or not options.tensor_cores or spec.outliers:
         return None
     if x.dim() == 0 or x.shape[-1] != shape[1] or x.numel() == 0:
         return None
