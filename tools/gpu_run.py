@@ -13,7 +13,7 @@ run begins with `build` (link, unpack, build the native core; quick when it has 
     optim     ts-bench suite optim: full fine-tunes, OffloadAdamW's modes, DeepSpeed, torch
     lora      ts-bench suite lora: LoRA on a 14B shape in NF4, and every rival
     stream    ts-bench suite stream: LoRA on an exact bf16 base that does not fit
-    kernels, decode, sources, kv, moe, adam: the benchmarks of that kind; see STAGES
+    kernels, replay, decode, sources, kv, moe, adam: the benchmarks of that kind; see STAGES
     demo      trainstream finetune --demo
     rivals    compile what the rivals compile: DeepSpeed's CPUAdam, trainstream 0.4.1
 
@@ -60,6 +60,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.budget
     results: list[Result] = []
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory(prefix="trainstream-gpu-") as scratch:
         args.site.mkdir(parents=True, exist_ok=True)
         runner = Runner(out, _environment(args.site.resolve()), deadline)
@@ -68,10 +69,11 @@ def main() -> int:
         def one(name: str, stage: Stage, limit_s: float) -> None:
             begun = time.monotonic()
             status, note = stage.run(context, limit_s)
-            results.append(Result(name, status, round(time.monotonic() - begun, 1), note))
-            print(f"[{name}] {status}", flush=True)
-            text = json.dumps([asdict(result) for result in results], indent=1)
-            (out / "summary.json").write_text(text, encoding="utf-8")
+            with lock:
+                results.append(Result(name, status, round(time.monotonic() - begun, 1), note))
+                print(f"[{name}] {status}", flush=True)
+                text = json.dumps([asdict(result) for result in results], indent=1)
+                (out / "summary.json").write_text(text, encoding="utf-8")
 
         one("build", Stage(build), 150.0)
         if results[0].status == "ok":

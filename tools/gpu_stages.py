@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_tests import BROKEN, append
+from gpu_tests import BROKEN
 from gpu_work import ROOT, Runner, tail
 
 MOST_TOLD = 22
@@ -185,6 +185,20 @@ def scripts(
     return run
 
 
+def found_scripts(name: str) -> Callable[[Context, float], tuple[str, str]]:
+    """The benchmark scripts of this name in any package, without arguments."""
+
+    def run(context: Context, limit_s: float) -> tuple[str, str]:
+        places = [
+            str(path.relative_to(ROOT)) for path in ROOT.glob(f"packages/*/benchmarks/{name}")
+        ]
+        if not places:
+            return "nothing to run", f"no package has benchmarks/{name}"
+        return scripts(name.removesuffix(".py"), places, places)(context, limit_s)
+
+    return run
+
+
 def quality(context: Context, limit_s: float) -> tuple[str, str]:
     """The baseline, then the other cases by several processes, then the table."""
     args, runner = context.args, context.runner
@@ -289,6 +303,7 @@ STAGES: dict[str, Stage] = {
         ),
         190.0,
     ),
+    "replay": Stage(found_scripts("replay.py"), 120.0),
     "decode": Stage(
         scripts(
             "decode",
@@ -344,5 +359,3 @@ STAGES: dict[str, Stage] = {
     "demo": Stage(demo, 120.0),
     "rivals": Stage(rivals, 300.0),
 }
-
-__all__ = ["STAGES", "Context", "Stage", "append", "build"]
