@@ -9,10 +9,11 @@ to get the work going: what bounds a small-batch step on a fast GPU. Compared ar
 weights under torch's fused AdamW, and wrap_hf with an NF4 base: with the optimizer on the host
 ("nf4-offload"), on the device ("nf4"), and with `kernels` and `fused_lora` too ("nf4-fused").
 
-Times are CPU time of the thread that runs the step, so that a busy machine disturbs less. All ways
-take turns within each round; medians are printed, and the Python functions called per layer, which
-do not vary. `--before` is a folder that another version of the packages is imported from: it runs
-in a process of its own, in turns with this version's.
+Times are CPU time of the thread that runs the step, the least of the rounds, in which all ways take
+turns: neighbours on a busy machine only add. The Python functions called per layer hardly vary (not
+at all but for "nf4-offload", where reads of parameters may or may not find an update in flight).
+`--before` is a folder that another version of the packages is imported from: it runs in a process
+of its own, in turns with this version's.
 
 Decoding an NF4 weight, a dozen torch operations on the CPU and one kernel on a GPU, is replaced by
 one operation that writes zeros. The fused functions still take several operations here for one
@@ -27,7 +28,6 @@ import cProfile
 import json
 import os
 import pstats
-import statistics
 import subprocess
 import sys
 import time
@@ -189,15 +189,14 @@ def compare(layers: int, rounds: int, before: str | None) -> None:
         for version, name in kinds if number % 2 else reversed(kinds):
             taken[version, name].append(version.ask("time", name))
     columns = [*PARTS, "total", "calls", "our calls"]
-    print(f"us of CPU time per layer and step ({layers} layers, medians of {rounds} rounds)")
+    print(f"us of CPU time per layer and step ({layers} layers, least of {rounds} rounds)")
     print(f"{'':24}" + "".join(f"{column:>11}" for column in columns) + "   total / peft-bf16")
     base = {}
     for version, name in kinds:
         for times in taken[version, name]:
             times["total"] = sum(times[part] for part in PARTS)
         found = {
-            column: statistics.median(times[column] for times in taken[version, name])
-            for column in columns[:4]
+            column: min(times[column] for times in taken[version, name]) for column in columns[:4]
         }
         found |= version.ask("calls", name)
         base.setdefault(version.label, found["total"])
