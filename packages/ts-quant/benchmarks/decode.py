@@ -6,8 +6,9 @@
 
 Each variant's output is compared with the PyTorch reference before it is timed. A time is the
 median of repeated launches with the L2 cache flushed in between (triton.testing.do_bench); bytes
-are the codes and scales read plus the values written. "copy" is a device-to-device copy of as
-many bytes written, the practical ceiling.
+are the codes and scales read plus the values written. "copy" is a copy of as many bytes written,
+in the same memory and with the same threads, measured in the same run: the practical ceiling, of
+which every row says its share. On a CPU decoding uses torch's threads (--threads).
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def gpu_ms(call: Callable[[], object]) -> float:
     return ms
 
 
-def bench_gpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype, quick: bool) -> None:
+def bench_gpu(
+    case: str, w: Tensor, block_size: int, dtype: torch.dtype, quick: bool, copy_gbs: float
+) -> None:
     codec, options = CASES[case]
     q = ts_quant.quantize(w, codec, block_size, **options)
     expected = torch.empty(w.shape, dtype=dtype, device=w.device)
@@ -91,26 +94,33 @@ def bench_gpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype, quick: 
         rows.append((gpu_ms(call), name))
     default = gpu_ms(lambda: q.dequantize(out=out))
     for ms, label in [*sorted(rows), (default, "as called by QuantTensor")]:
-        print(f"  {ms:8.4f} ms {moved_bytes / ms / 1e9:6.2f} TB/s  {label}")
+        gbs = moved_bytes / ms / 1e6
+        print(f"  {ms:8.4f} ms {gbs:8.1f} GB/s {gbs / copy_gbs:6.1%} of copy  {label}")
 
 
-def bench_cpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype) -> None:
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Median of 30 calls after three."""
+    times = []
+    for _ in range(33):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[3:])[15]
+
+
+def bench_cpu(case: str, w: Tensor, block_size: int, dtype: torch.dtype, copy_gbs: float) -> None:
     codec, options = CASES[case]
     ts_quant.quantize(w, codec, block_size, **options)
     start = time.perf_counter()
     q = ts_quant.quantize(w, codec, block_size, **options)
     encode_ms = (time.perf_counter() - start) * 1e3
     out = torch.empty(w.shape, dtype=dtype)
-    times = []
-    for _ in range(30):
-        start = time.perf_counter()
-        q.dequantize(out=out)
-        times.append((time.perf_counter() - start) * 1e3)
-    ms = sorted(times)[len(times) // 2]
+    ms = cpu_ms(lambda: q.dequantize(out=out))
     written_bytes = out.numel() * out.element_size()
+    gbs = (q.nbytes + written_bytes) / ms / 1e6
     print(
-        f"{case} -> {dtype}, {tuple(w.shape)}, {torch.get_num_threads()} threads: decode "
-        f"{ms:.3f} ms, {(q.nbytes + written_bytes) / ms / 1e6:.2f} GB/s; encode {encode_ms:.1f} ms"
+        f"{case:8} {ms:9.3f} ms {gbs:7.2f} GB/s {gbs / copy_gbs:6.1%} of copy; encode "
+        f"{encode_ms:.1f} ms"
     )
 
 
@@ -123,25 +133,30 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--codec", choices=list(CASES), action="append")
     parser.add_argument("--quick", action="store_true", help="fewer configurations")
+    parser.add_argument(
+        "--threads", type=int, help="torch's threads on a CPU (default: torch's own)"
+    )
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     print(f"torch {torch.__version__}", end=", ")
     if arguments.device == "cpu":
-        print("CPU")
+        print(f"CPU, {torch.get_num_threads()} threads, {arguments.dtype}")
     else:
         import triton
 
         print(f"triton {triton.__version__}, {torch.cuda.get_device_name()}")
     w = torch.randn(arguments.rows, arguments.columns, device=arguments.device).to(dtype)
-    if arguments.device != "cpu":
-        copied = torch.empty_like(w)
-        ms = gpu_ms(lambda: copied.copy_(w))
-        print(f"copy {2 * w.numel() * w.element_size() / ms / 1e9:.2f} TB/s")
+    copied = torch.empty_like(w)
+    time_ms = cpu_ms if arguments.device == "cpu" else gpu_ms
+    copy_gbs = 2 * w.numel() * w.element_size() / time_ms(lambda: copied.copy_(w)) / 1e6
+    print(f"copy {copy_gbs:.1f} GB/s")
     for case in arguments.codec or list(CASES):
         if arguments.device == "cpu":
-            bench_cpu(case, w, arguments.block_size, dtype)
+            bench_cpu(case, w, arguments.block_size, dtype, copy_gbs)
         else:
-            bench_gpu(case, w, arguments.block_size, dtype, arguments.quick)
+            bench_gpu(case, w, arguments.block_size, dtype, arguments.quick, copy_gbs)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_the_readmes_examples(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     space: dict[str, Any] = {}
     for block in blocks:
         exec(block, space)
@@ -85,3 +85,4 @@ def test_the_readmes_examples(
     assert torch.equal(again["a"], space["a"].detach()) and again["b"].shape == (96, 8)
     untrained = ts_quant.loftq(space["weight"], "nf4", rank=8)
     assert not torch.equal(again["b"], untrained.b)
+    assert space["kept"].spec.outliers >= 1 and "outlier channel" in space["row"].reason
