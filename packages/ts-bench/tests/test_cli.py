@@ -119,6 +119,39 @@ def test_interrupt_ends_the_engines_too(odd_engines, tmp_path) -> None:
     assert [record.engine for record in records.read([out])] == ["absent"]
 
 
+def test_a_worker_ends_when_its_parent_is_killed(odd_engines) -> None:
+    import time
+
+    command = [sys.executable, "-m", "ts_bench", "compare", "--scenario", "tiny"]
+    process = subprocess.Popen([*command, "--engines", "hanging", *FAST])
+    deadline = time.monotonic() + 60
+    while not _workers(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (worker,) = _workers(process.pid)
+    process.kill()
+    process.wait(60)
+    deadline = time.monotonic() + 60
+    while _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _runs(worker)
+
+
+def _workers(pid: int) -> list[int]:
+    """Children that have come as far as to watch their parent (a thread of theirs does)."""
+    import psutil
+
+    return [c.pid for c in psutil.Process(pid).children() if c.num_threads() > 1]
+
+
+def _runs(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _children(pid: int) -> list[int]:
     import psutil
 

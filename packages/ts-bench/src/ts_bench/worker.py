@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +22,13 @@ from typing import Any
 from ts_bench import records
 
 Result = dict[str, Any]
+PARENT_POLL_S = 1.0
 
 
 def main(job_path: Path, result_path: Path) -> None:
     """Run the job and write the result, also when it fails."""
     job = json.loads(job_path.read_text(encoding="utf-8"))
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
     def write(result: Result) -> None:
         part = result_path.with_suffix(".part")
@@ -87,6 +92,18 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
         last = _outcome(lambda scenario=scenario: another(scenario))  # type: ignore[misc]
         result["also"].append(last)
     return result
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and what it started, once its parent is no more.
+
+    A parent that is killed cannot do it, and a worker that is left holds the device's memory.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    if os.name == "posix" and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _outcome(work: Callable[[], records.Measurement]) -> Result:
