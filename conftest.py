@@ -1,11 +1,18 @@
-"""Rules for every test of the repository: GPU tests, seeds, threads, caches."""
+"""Rules for every test of the repository: GPU tests, seeds, threads, caches, leftovers."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch, transformers or matplotlib.
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -18,6 +25,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+
+with contextlib.suppress(ImportError):  # the tests that use it are not run where it is absent
+    import hypothesis
+
+    # The same examples in every run, whatever the machine's load; TS_RANDOM_EXAMPLES=1 searches.
+    hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, print_blob=True)
+    hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile("random" if os.environ.get("TS_RANDOM_EXAMPLES") else "fixed")
 
 REQUIRE_GPU = os.environ.get("TS_REQUIRE_GPU") == "1"
 
@@ -32,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.get("TS_TEST_THREADS", "1")))
 
 
+def pytest_collection_finish() -> None:
+    """Whatever the modules made stays; so later collections need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
         return
@@ -42,6 +63,168 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytrace=False,
         )
     pytest.skip("needs a CUDA GPU (TS_REQUIRE_GPU=1 makes this a failure)")
+
+
+def _deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _environment() -> dict[str, str]:
+    # But for what pytest, torch and Triton note there for themselves.
+    own = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "TRITON_", "KMP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(own)}
+
+
+def _set_environment(value: dict[str, str]) -> None:
+    for name in _environment().keys() - value.keys():
+        del os.environ[name]
+    os.environ.update(value)
+
+
+# What belongs to the whole process: how it is read, and how it is put back.
+_SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (
+        lambda: str(torch.get_default_device()),
+        lambda value: torch.set_default_device(None if value == "cpu" else value),
+    ),
+    "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "torch's deterministic mode": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _deterministic,
+    ),
+    "torch's float32 matmul precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "autocast on the CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "autocast on CUDA": (
+        lambda: torch.is_autocast_enabled("cuda"),
+        lambda value: torch.set_autocast_enabled("cuda", value),
+    ),
+    "flash attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    "memory-efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    "math attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "cuDNN attention": (
+        torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
+    "the garbage collector": (
+        gc.isenabled,
+        lambda value: gc.enable() if value else gc.disable(),
+    ),
+    "the switch interval": (sys.getswitchinterval, sys.setswitchinterval),
+    "the handler of SIGINT": (
+        lambda: signal.getsignal(signal.SIGINT),
+        lambda value: signal.signal(signal.SIGINT, value),
+    ),
+    "the handler of SIGTERM": (
+        lambda: signal.getsignal(signal.SIGTERM),
+        lambda value: signal.signal(signal.SIGTERM, value),
+    ),
+    "sys.excepthook": (lambda: sys.excepthook, lambda value: setattr(sys, "excepthook", value)),
+    "the import path": (
+        lambda: list(sys.path),
+        lambda value: sys.path.__setitem__(slice(None), value),
+    ),
+    "the current folder": (os.getcwd, os.chdir),
+    "the environment": (_environment, _set_environment),
+}
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was(_private_cache: Path) -> Iterator[None]:
+    """A test that leaves the process changed fails itself, not a later one."""
+    before = {name: read() for name, (read, _) in _SHARED.items()}
+    yield
+    left = []
+    for name, (read, write) in _SHARED.items():
+        now, then = read(), before[name]
+        if now == then:
+            continue
+        write(then)
+        if name == "the environment":
+            names = sorted(k for k in {*now, *then} if now.get(k) != then.get(k))
+            left.append(f"{name}: " + ", ".join(f"{k}={now.get(k)!r}" for k in names))
+        else:
+            left.append(f"{name}: {then!r} became {now!r}")
+    if left:
+        pytest.fail("the test left behind\n" + "\n".join(left), pytrace=False)
+
+
+_threads_before: dict[str, set[threading.Thread]] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
+    _threads_before.setdefault(nodeid.split("::")[0], set(threading.enumerate()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: Any, nextitem: Any) -> Any:
+    """The library's threads end with the objects that the tests of a file made and dropped."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        before = _threads_before[item.nodeid.split("::")[0]]
+        item.funcargs.clear()  # the last test's objects too
+        end = time.monotonic() + 30
+        while not item.session.testsfailed:  # tracebacks hold what failed
+            threads = set(threading.enumerate()) - before
+            left = sorted(t.name for t in threads if t.name.startswith("trainstream-"))
+            if not left:
+                break
+            if time.monotonic() > end:
+                pytest.fail(f"threads of what this file's tests dropped: {left}", pytrace=False)
+            del threads
+            gc.collect()
+            time.sleep(0.01)
+    return result
+
+
+@pytest.fixture
+def started_threads() -> Callable[[], list[threading.Thread]]:
+    """Which threads that were started since the fixture was made are alive.
+
+    Counts of all threads would depend on what ran before: threads of earlier tests end when the
+    collector comes to it.
+    """
+    before = set(threading.enumerate())
+
+    def alive() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread not in before]
+
+    return alive
+
+
+@pytest.fixture
+def open_files() -> Callable[[], list[str]]:
+    """Paths of the files that the process holds open; compare those of the test's own folder."""
+    folder = Path("/proc/self/fd")
+    if not folder.exists():
+        pytest.skip("needs /proc/self/fd")
+
+    def paths() -> list[str]:
+        found = []
+        for descriptor in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                found.append(os.readlink(folder / descriptor))
+        return found
+
+    return paths
 
 
 @pytest.fixture(autouse=True)

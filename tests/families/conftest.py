@@ -12,15 +12,6 @@ from ts_hf.testing import FAMILIES, token_batch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors of a few kilobytes: a second thread only costs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
     import transformers.utils.logging as hf_logging
 

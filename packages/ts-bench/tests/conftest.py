@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 ENGINES = """
 import os, signal, time
@@ -92,15 +91,6 @@ hanging = bench_engines_of_test:HANGING
 absent = bench_engines_of_test:ABSENT
 broken = no_such_module_of_test:ENGINE
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Toys are slower on several threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

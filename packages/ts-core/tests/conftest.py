@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,25 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
     )
     return library
+
+
+@pytest.fixture
+def cpu_of_threads(
+    started_threads: Callable[[], list[threading.Thread]],
+) -> Callable[[], float]:
+    """Seconds of CPU time used by the calling thread's test so far.
+
+    Counted are the main thread and those started since; not what earlier tests left behind.
+    """
+    if not hasattr(time, "pthread_getcpuclockid"):
+        pytest.skip("needs the CPU time of single threads")
+
+    def seconds() -> float:
+        threads = [threading.main_thread(), *started_threads()]
+        clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threads if thread.ident]
+        return sum(map(time.clock_gettime, clocks))
+
+    return seconds
 
 
 @pytest.fixture

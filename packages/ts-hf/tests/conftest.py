@@ -15,15 +15,6 @@ VOCABULARY = 256
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors of a few kilobytes: a second thread only costs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars; a Trainer's change of the log level does not outlive its test."""
     import transformers.utils.logging as hf_logging

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,7 @@ def test_code_of_the_checkpoint(
 ) -> None:
     """trust_remote_code=True runs the folder's own code; without it nothing of it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
+    monkeypatch.setattr("sys.path", list(sys.path))  # transformers adds that folder
     folder = checkpoint("llama")
     plain = ts_hf.load_model(folder, quantize=codec)
     for name, text in CODE.items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -66,21 +66,15 @@ def fail(model: nn.Module, optimizer: Any, seed: int, where: str) -> None:
 
 def footprint() -> dict[str, int]:
     gc.collect()
-    process = psutil.Process()
-    found = {
-        "threads": threading.active_count(),
+    return {
         "arena": pinned_stats()["arena_bytes"],
         "arena used": pinned_stats()["arena_used"],
-        "RSS": process.memory_info().rss,
+        "RSS": psutil.Process().memory_info().rss,
     }
-    if os.name == "posix":
-        found["files"] = process.num_fds()
-    return found
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["adapters", "everything"])
-def test_soak(trained: bool) -> None:
-    torch.set_num_threads(1)
+def test_soak(trained: bool, open_files: Callable[[], list[str]]) -> None:
     pair = []
     for options in (STREAMED, {"param_offload": False, "activation_offload": False}):
         made = tiny_model(depth=4, width=16, dropout=0.1)
@@ -90,6 +84,7 @@ def test_soak(trained: bool) -> None:
     (model, optimizer), (twin, theirs) = pair
     choose = random.Random(0)
     before: dict[str, int] = {}
+    threads, files = set[threading.Thread](), set[str]()
     with inject_delays(3, max_ms=0.3, share=0.05):
         for number in range(STEPS):
             chance = choose.random()
@@ -115,9 +110,11 @@ def test_soak(trained: bool) -> None:
             step(twin, theirs, number, passes)
             if number == WARM:
                 before = footprint()
+                threads, files = set(threading.enumerate()), set(open_files())
     after = footprint()
     for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(found, wanted), name
     growth = {name: after[name] - before[name] for name in after}
+    assert set(threading.enumerate()) <= threads and set(open_files()) <= files
     assert growth.pop("RSS") < 24 << 20, growth
     assert all(grown <= 0 for grown in growth.values()), growth

@@ -239,10 +239,14 @@ def test_the_folder_goes_with_the_model(keep_in: Callable[[str, int], Any]) -> N
 
 
 @pytest.mark.parametrize("source", ["ring", "disk", "disk through ring"])
-def test_nothing_grows_over_many_runs(keep_in: Callable[[str, int], Any], source: str) -> None:
+def test_nothing_grows_over_many_runs(
+    keep_in: Callable[[str, int], Any],
+    source: str,
+    tmp_path: Path,
+    started_threads: Callable[[], list[threading.Thread]],
+    open_files: Callable[[], list[str]],
+) -> None:
     """Wrapped, used in all ways, broken in the middle, and unwrapped: no thread or file is left."""
-    gc.collect()
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for seed in range(5):
         model, _ = run(True, keep_in(source, seed % 3), steps=1)
         optimizer = model._trainstream_session.optimizer
@@ -260,12 +264,11 @@ def test_nothing_grows_over_many_runs(keep_in: Callable[[str, int], Any], source
         unwrap(model)
         del model, optimizer, loss
         gc.collect()
-        for _ in range(1000):  # threads that were told to end need a moment
-            if threading.active_count() <= threads:
-                break
-            time.sleep(0.01)
-        assert threading.active_count() <= threads
-        assert len(os.listdir("/proc/self/fd")) <= files
+        end = time.monotonic() + 30
+        while started_threads() and time.monotonic() < end:
+            time.sleep(0.01)  # threads that were told to end need a moment
+        assert started_threads() == []
+        assert [file for file in open_files() if file.startswith(str(tmp_path))] == []
 
 
 EXIT = """

@@ -86,7 +86,7 @@ for policy in ("poll", "spin", "block"):
     _native.set_event_wait(policy)
     start = time.monotonic()
     _native.wait_event(event(0.15))
-    assert 0.14 < time.monotonic() - start < 5, policy
+    assert 0.14 < time.monotonic() - start < 30, policy
     _native.wait_event(event(0))
 assert not _native.event_done(event(60)) and _native.event_done(event(0))
 assert fake.fake_context_depth() == 0  # the context it made current is not left behind
@@ -122,7 +122,7 @@ start, turns = time.monotonic(), 0
 while any(waiter.is_alive() for waiter in waiters):
     turns += 1
     time.sleep(0.001)
-assert turns > 20 and time.monotonic() - start < 5
+assert turns > 20 and time.monotonic() - start < 30
 """
     )
     run_python(code, str(fake_driver))
@@ -134,7 +134,7 @@ def test_time_limits(run_python: Run, fake_driver: Path) -> None:
         + """
 start = time.monotonic()
 raises(TimeoutError, "not done within 0.2 s", lambda: _native.wait_event(event(60), timeout=0.2))
-assert 0.19 < time.monotonic() - start < 5
+assert 0.19 < time.monotonic() - start < 30
 raises(TimeoutError, "within 0", lambda: _native.wait_event(event(60), timeout=0))
 _native.wait_event(event(0.05), timeout=20)
 """
@@ -165,7 +165,7 @@ import os, signal
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 start = time.monotonic()
 raises(KeyboardInterrupt, "", lambda: _native.wait_event(event(60)))
-assert time.monotonic() - start < 10
+assert time.monotonic() - start < 30
 """
     )
     run_python(code, str(fake_driver))

@@ -35,7 +35,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     original = HostPlace.update
 
     def update(self: HostPlace, update: Any, scale: float) -> Any:
-        assert made.open.wait(20)
+        assert made.open.wait(60)
         made.order.append(update.target.numel())
         return original(self, update, scale)
 
@@ -156,17 +156,22 @@ def test_updates_run_in_forward_order_and_a_read_waits_for_its_own_only(
     assert len(list(model.parameters())) == 1
 
 
-def test_waiting_holds_no_core(lab: Any, gate: Gate) -> None:
+def test_waiting_holds_no_core(lab: Any, gate: Gate, cpu_of_threads: Callable[[], float]) -> None:
     model = lab.model()
     optimizer = OffloadAdamW(model.parameters(), max_grad_norm=0.5)
     lab.loss(model, 0).backward()
     optimizer.step()
-    later(gate, 0.5)
-    cpu, wall = time.process_time(), time.perf_counter()
+    used: list[float] = []
+
+    def open_later() -> None:
+        before = cpu_of_threads()
+        time.sleep(0.5)
+        used.append(cpu_of_threads() - before)
+        gate.open.set()
+
+    threading.Thread(target=open_later).start()
     model.large.sum()
-    waited = time.perf_counter() - wall
-    assert waited > 0.3
-    assert time.process_time() - cpu < 0.5 * waited
+    assert used and used[0] < 0.25
 
 
 def test_an_error_in_an_update_reaches_every_reader(
@@ -195,7 +200,7 @@ def test_a_dropped_model_is_freed_with_updates_in_flight(lab: Any, gate: Gate) -
     kept = weakref.ref(model.large)
     del model, optimizer
     gate.open.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while kept() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -46,15 +46,16 @@ def test_written_read_and_mapped(
     assert not folder.path.exists() and torch.equal(file.buffer_h, data)
 
 
-def test_descriptors_go_with_their_files(tmp_path: Path, numbers: Numbers) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+def test_descriptors_go_with_their_files(
+    tmp_path: Path, numbers: Numbers, open_files: Callable[[], list[str]]
+) -> None:
     folder = DiskFolder(tmp_path)
     files = [folder.write(f"{k}.bin", [numbers(k, 5000)], 5000) for k in range(3)]
-    assert len(os.listdir("/proc/self/fd")) > before
+    assert [file for file in open_files() if file.startswith(str(tmp_path))]
     del files, folder
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before and list(tmp_path.iterdir()) == []
+    assert not [file for file in open_files() if file.startswith(str(tmp_path))]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
