@@ -51,7 +51,10 @@ class HostStream:
         state = _StreamState()
         self._state = state
         thread = threading.Thread(
-            target=_drain, args=(self._work, state), name=f"trainstream-{name}", daemon=True
+            target=_drain,
+            args=(self._work, weakref.ref(state)),
+            name=f"trainstream-{name}",
+            daemon=True,
         )
         thread.start()
         weakref.finalize(self, self._work.put, _STOP)
@@ -79,14 +82,18 @@ class _StreamState:
 
 def _drain(
     work: queue.SimpleQueue[Callable[[], None] | None],
-    state: _StreamState,
+    state_of: weakref.ref[_StreamState],
 ) -> None:
+    # Weakly: once raised, an error holds the frames of those who waited, and they the stream. An
+    # event that is queued holds the state until it is set.
     while (item := work.get()) is not _STOP:
         try:
             item()
         except BaseException as error:
-            if state.error is None:
+            state = state_of()
+            if state is not None and state.error is None:
                 state.error = error
+            del state
         del item  # or a sleeping stream would keep the tensors of its last copy alive
 
 
