@@ -26,15 +26,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-with contextlib.suppress(ImportError):  # the tests that use it are not run where it is absent
-    import hypothesis
-
-    # The same examples in every run, whatever the machine's load; TS_RANDOM_EXAMPLES=1 searches.
-    hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, print_blob=True)
-    hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
-    hypothesis.settings.load_profile("random" if os.environ.get("TS_RANDOM_EXAMPLES") else "fixed")
-
 REQUIRE_GPU = os.environ.get("TS_REQUIRE_GPU") == "1"
+# Fail a test that leaves the process changed, and a file whose tests leave threads behind.
+CHECK_LEFTOVERS = os.environ.get("TS_CHECK_LEFTOVERS") == "1"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -45,12 +39,6 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.get("TS_TEST_THREADS", "1")))
-
-
-def pytest_collection_finish() -> None:
-    """Whatever the modules made stays; so later collections need not go through it."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -148,7 +136,10 @@ _SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _process_as_it_was(_private_cache: Path) -> Iterator[None]:
-    """A test that leaves the process changed fails itself, not a later one."""
+    """A test that leaves the process changed fails itself, not a later one (CHECK_LEFTOVERS)."""
+    if not CHECK_LEFTOVERS:
+        yield
+        return
     before = {name: read() for name, (read, _) in _SHARED.items()}
     yield
     left = []
@@ -176,9 +167,9 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: Any, nextitem: Any) -> Any:
-    """The library's threads end with the objects that the tests of a file made and dropped."""
+    """The library's threads end with the objects that a file's tests dropped (CHECK_LEFTOVERS)."""
     result = yield
-    if nextitem is None or nextitem.path != item.path:
+    if CHECK_LEFTOVERS and (nextitem is None or nextitem.path != item.path):
         before = _threads_before[item.nodeid.split("::")[0]]
         item.funcargs.clear()  # the last test's objects too
         end = time.monotonic() + 30

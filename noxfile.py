@@ -8,7 +8,7 @@ constraints changed. So a fresh checkout needs one command for anything:
         && .venv/bin/nox -s tests
 
 Environment: TS_TORCH=2.12.0 installs that torch instead of the pinned one; TS_FLOOR_TORCH is the
-oldest torch to test (`floor`). Tests run in a process per core; `-- -n 0` keeps them in one.
+oldest torch to test (`floor`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ PACKAGES = ["ts-quant", "ts-kernels", "ts-core", "ts-hf", "ts-bench"]
 MODULES = [name.replace("-", "_") for name in PACKAGES] + ["trainstream"]
 SIBLINGS = {"ts-hf": ["ts-core"], "ts-bench": ["ts-core", "ts-hf"]}
 BUILD_TOOLS = ["hatchling", "editables", "pybind11", "ninja", "build"]
-TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
-# A test process holds torch, transformers and small models: about 2 GB.
-TEST_PROCESSES = 8
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
 # What a package's tests use besides what it requires. A CUDA torch brings triton, others do not;
 # its interpreter, which runs the kernels on a CPU, needs numpy.
 TRITON = "triton; platform_system == 'Linux'"
@@ -126,21 +124,6 @@ def _extra(name: str) -> str:
     return "[lora]" if name == "ts-hf" else ""
 
 
-def _spread(arguments: list[str]) -> list[str]:
-    """Options of pytest-xdist: a process per usable core, files kept whole.
-
-    None where there is one core, or where `arguments` decide it or want the terminal.
-    """
-    own = ("-n", "--numprocesses", "--dist", "--pdb", "--trace", "no:xdist", "-pno:xdist")
-    if any(argument.startswith(own) for argument in arguments) or "-s" in arguments:
-        return []
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    if cores < 2:
-        return []
-    return ["-n", str(min(cores, TEST_PROCESSES)), "--dist", "loadfile"]
-
-
 def _run(session: nox.Session, *command: str, **options: str) -> None:
     session.run(str(PYTHON), *command, external=True, env=options or None)
 
@@ -179,7 +162,7 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test of every package. Arguments after `--` go to pytest."""
     _environment(session)
-    _run(session, "-m", "pytest", "-q", *_spread(session.posargs), *session.posargs)
+    _run(session, "-m", "pytest", "-q", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -187,8 +170,7 @@ def tests(session: nox.Session) -> None:
 def test(session: nox.Session, package: str) -> None:
     """One package's own tests."""
     _environment(session)
-    arguments = [*_spread(session.posargs), *session.posargs]
-    _run(session, "-m", "pytest", "-q", f"packages/{package}", *arguments)
+    _run(session, "-m", "pytest", "-q", f"packages/{package}", *session.posargs)
 
 
 @nox.session(venv_backend="none")
