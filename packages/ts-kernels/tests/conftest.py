@@ -6,6 +6,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def _seed_and_threads():
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
 def llama(x, weight, eps):
     """The formula as the Llama modelling code writes it."""
     input_dtype = x.dtype

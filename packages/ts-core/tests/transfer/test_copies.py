@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -74,6 +75,25 @@ def test_an_error_on_a_stream_reaches_whoever_waits() -> None:
     stream.submit(fail)
     with pytest.raises(ValueError, match="lost the disk"):
         stream.record().synchronize()
+
+
+def test_a_stream_ends_after_an_error_that_was_raised(
+    started_threads: Callable[[], list[threading.Thread]],
+) -> None:
+    """The error's traceback holds the frame that waited, and that the stream."""
+
+    def wait() -> None:
+        stream = HostStream("test")
+        stream.submit(lambda: 1 / 0 and None)
+        stream.record().synchronize()
+
+    with pytest.raises(ZeroDivisionError):
+        wait()
+    end = time.monotonic() + 30
+    while started_threads() and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.01)
+    assert started_threads() == []
 
 
 def test_slots_keep_their_addresses_and_are_accounted() -> None:
