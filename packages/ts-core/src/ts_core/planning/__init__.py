@@ -48,7 +48,7 @@ class PlanCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints the plan; 0 when it fits, else 1."""
-        from ts_core.planning.command import run
+        from ts_core.planning.run_command import run
 
         return run(args)
 
