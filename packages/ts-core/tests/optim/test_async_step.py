@@ -205,7 +205,7 @@ def test_a_dropped_model_is_freed_with_updates_in_flight(lab: Any, gate: Gate) -
         gc.collect()
         time.sleep(0.01)
     assert kept() is None
-    assert not [entry for entry in read_guard._flights.values() if entry[0]() is None]
+    assert not [reference for reference in read_guard._flying.values() if reference() is None]
 
 
 def test_gradients_that_come_before_the_update_has_read_the_last_ones_wait(
@@ -343,3 +343,30 @@ def test_backward_that_raises_leaves_a_clean_next_step() -> None:
         assert len(said) == (1 if eager is None else 0)
         if said:
             assert "600x600" in said[0]
+
+
+def test_a_model_whose_update_failed_is_freed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error keeps neither the readers' frames nor the model."""
+    model = lab.model()
+    optimizer = OffloadAdamW(model.parameters(), max_grad_norm=0.5)
+    lab.run(model, optimizer, 1)
+    optimizer.synchronize()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    for bucket in optimizer.buckets:
+        monkeypatch.setattr(bucket.place, "update", broken)
+    lab.loss(model, 0).backward()
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="on fire"):
+            model.large.sum()
+    monkeypatch.undo()
+    kept = weakref.ref(model.large)
+    del model, optimizer, bucket
+    deadline = time.monotonic() + 30
+    while kept() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert kept() is None

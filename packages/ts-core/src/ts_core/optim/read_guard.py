@@ -7,6 +7,7 @@ nn.Parameter again once the new values are there. A view taken before step() is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -93,7 +94,7 @@ class Flight:
         Raises:
             BaseException: what the update raised, at every read until the next update.
         """
-        event = self._job.result()
+        event = self.result()
         if event is None:
             return True
         self._copies.wait_compute(event)
@@ -113,6 +114,9 @@ class Flight:
 
     def result(self) -> Event | None:
         """Wait until it has run; the event of the device's part. Raises what the update raised."""
+        error = self._job.exception()
+        if error is not None:
+            raise _again(error)
         return self._job.result()
 
     def landed(self) -> bool:
@@ -140,7 +144,21 @@ class Flight:
         self._job.exception()
 
 
-_flights: dict[int, tuple[weakref.ref[nn.Parameter], Flight]] = {}
+def _again(error: BaseException) -> BaseException:
+    """An update's error for one more reader.
+
+    Raised itself, the original would gather the frames of every reader, and keep them.
+    """
+    try:
+        fresh = copy.copy(error)
+    except Exception:  # of a class that cannot be copied
+        return error
+    return fresh.with_traceback(error.__traceback__)
+
+
+# The flight of a parameter is an attribute of it, as an update's error may lead back to the model.
+_FLIGHT = "_trainstream_flight"
+_flying: dict[int, weakref.ref[nn.Parameter]] = {}
 _lock = threading.Lock()
 
 
@@ -176,7 +194,8 @@ def guard(params: Sequence[nn.Parameter], flight: Flight) -> None:
     with _lock:
         for param in params:
             key = id(param)
-            _flights[key] = (weakref.ref(param, functools.partial(_forget, key)), flight)
+            _flying[key] = weakref.ref(param, functools.partial(_forget, key))
+            param.__dict__[_FLIGHT] = flight
             param.__class__ = ParameterInFlight
 
 
@@ -184,9 +203,7 @@ def release(params: Sequence[nn.Parameter]) -> None:
     """Ordinary parameters again."""
     with _lock:
         for param in params:
-            _flights.pop(id(param), None)
-            if type(param) is ParameterInFlight:
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
+            _land(param)
 
 
 def compiled_code_in_use() -> bool:
@@ -205,19 +222,18 @@ def compiled_code_in_use() -> bool:
 
 
 def _before_compiling(_: object) -> None:
-    for entry in list(_flights.values()):
-        param, flight = entry[0](), entry[1]
+    for param, flight in _in_flight():
         flight.settle()
         event = flight.result() if flight.succeeded() else None
         if event is not None:
             event.synchronize()
-        if param is not None and flight.succeeded():
-            _release_landed(param, entry)
+        if flight.succeeded():
+            _release_landed(param, flight)
 
 
 def _before_fork() -> None:
     """A child has none of the threads that would finish these updates."""
-    for _, flight in list(_flights.values()):
+    for _, flight in _in_flight():
         flight.settle()
 
 
@@ -231,24 +247,36 @@ def in_flight(param: nn.Parameter) -> bool:
 
 
 def _forget(key: int, _: object) -> None:
-    _flights.pop(key, None)
+    _flying.pop(key, None)
+
+
+def _in_flight() -> list[tuple[nn.Parameter, Flight]]:
+    params = [reference() for reference in list(_flying.values())]
+    found = [(p, p.__dict__.get(_FLIGHT)) for p in params if p is not None]
+    return [(param, flight) for param, flight in found if flight is not None]
+
+
+def _land(param: nn.Parameter) -> None:
+    _flying.pop(id(param), None)
+    param.__dict__.pop(_FLIGHT, None)
+    if type(param) is ParameterInFlight:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _settle(values: Any) -> None:
     for value in values:
         if type(value) is ParameterInFlight:
-            entry = _flights.get(id(value))
-            if entry is None or entry[1].wait():
-                _release_landed(value, entry)
+            flight = value.__dict__.get(_FLIGHT)
+            if flight is None or flight.wait():
+                _release_landed(value, flight)
         elif isinstance(value, list | tuple):
             _settle(value)
         elif isinstance(value, dict):
             _settle(value.values())
 
 
-def _release_landed(param: nn.Parameter, entry: Any) -> None:
+def _release_landed(param: nn.Parameter, flight: Flight | None) -> None:
     """Release, unless another update has started meanwhile (another thread's step)."""
     with _lock:
-        if _flights.get(id(param)) is entry:
-            _flights.pop(id(param), None)
-            param.__class__ = nn.Parameter
+        if param.__dict__.get(_FLIGHT) is flight:
+            _land(param)
