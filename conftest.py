@@ -157,6 +157,14 @@ def _process_as_it_was(_private_cache: Path) -> Iterator[None]:
         pytest.fail("the test left behind\n" + "\n".join(left), pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """Once anything is compiled, step() waits for its updates: not in the tests that follow."""
+    yield
+    if getattr(sys.modules.get("torch._dynamo.utils"), "curr_frame", 0):
+        torch._dynamo.reset()
+
+
 _threads_before: dict[str, set[threading.Thread]] = {}
 
 
