@@ -23,6 +23,7 @@ from ts_hf.cli.progress import Interruption, ProgressCallback
 from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.run import run_finetune
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.team import Team
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
 
@@ -185,7 +186,9 @@ def test_a_signal_that_python_dropped_stops_before_the_next_step() -> None:
     interruption = Interruption(PlainConsole())
     with interruption.watch(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    callback = ProgressCallback(PlainConsole(), History(Path("unused")), interruption, lambda: 0)
+    callback = ProgressCallback(
+        PlainConsole(), History(Path("unused")), interruption, lambda: 0, Team("cpu")
+    )
     with pytest.raises(KeyboardInterrupt):
         callback.on_step_begin(None, None, None)
 

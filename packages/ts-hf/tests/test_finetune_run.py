@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 
 from ts_core.errors import (
     DataError,
-    NotAvailableError,
     OptionError,
     OutOfBudgetError,
     StateError,
@@ -412,11 +411,13 @@ def test_progress_in_a_terminal(settings: Callable[..., FinetuneConfig]) -> None
     assert shown.index("held-out loss before") < shown.index("2/2") < shown.index("Memory by tier")
 
 
-def test_several_processes_are_refused(
+def test_several_processes_that_torchrun_did_not_start(
     settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotAvailableError, match=r"in one process.*WORLD_SIZE=2"):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(OptionError, match=r"WORLD_SIZE=2 is set, but .*MASTER_PORT is not.*torchr"):
         _run(settings())
 
 

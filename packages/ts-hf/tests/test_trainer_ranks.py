@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from ts_core.testing.processes import run_ranks
 
 WORKER = Path(__file__).with_name("trainer_ranks_worker.py")
 
@@ -29,29 +27,8 @@ def worker_module() -> Any:
 
 
 def run_two(folder: Path) -> list[Any]:
-    """Run the worker twice, as torchrun would; what each process ended with."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    common["MASTER_PORT"] = port
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(folder)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in started:
-            _, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+    """Run the worker in two processes, as torchrun would; what each process ended with."""
+    run_ranks(WORKER, str(folder))
     return [torch.load(folder / f"found.{rank}.pt") for rank in range(2)]
 
 

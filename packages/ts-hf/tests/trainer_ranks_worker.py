@@ -1,4 +1,4 @@
-"""One process of test_trainer_ranks: python trainer_ranks_worker.py FOLDER, as torchrun starts it.
+"""One process of test_trainer_ranks: python trainer_ranks_worker.py FOLDER.
 
 Trains, resumes from the middle, and writes FOLDER/found.RANK.pt.
 """
@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import ts_hf
+from ts_core.testing.processes import fork_ranks
 
 ROWS, LENGTH, VOCABULARY = 24, 10, 64
 
@@ -109,4 +110,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    fork_ranks(lambda rank: main(Path(sys.argv[1])))

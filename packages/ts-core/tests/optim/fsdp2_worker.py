@@ -1,9 +1,8 @@
-"""One process of test_fsdp2: python fsdp2_worker.py RANK PORT FOLDER OPTIONS_JSON MICRO."""
+"""One process of test_fsdp2: python fsdp2_worker.py FOLDER CASES_JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ts_core import OffloadAdamW
+from ts_core.testing.processes import fork_ranks
 
 
 def build() -> nn.Module:
@@ -26,11 +26,18 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def main(rank: int, port: int, folder: str, options: dict[str, Any], micro: int) -> None:
+def main(rank: int, folder: Path, cases: dict[str, tuple[dict[str, Any], int]]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (2,))
+    for name, (options, micro) in cases.items():
+        found = train(mesh, rank, options, micro)
+        if rank == 0:
+            torch.save(found, folder / f"{name}.pt")
+    dist.destroy_process_group()
+
+
+def train(mesh: Any, rank: int, options: dict[str, Any], micro: int) -> dict[str, Any]:
     model = build()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
@@ -52,10 +59,8 @@ def main(rank: int, port: int, folder: str, options: dict[str, Any], micro: int)
             )
             optimizer.load_state_dict(saved)
     full = {name: p.full_tensor() for name, p in model.named_parameters()}
-    if rank == 0:
-        torch.save({"params": full, "norms": norms}, Path(folder) / "found.pt")
-    dist.destroy_process_group()
+    return {"params": full, "norms": norms}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]), int(sys.argv[5]))
+    fork_ranks(lambda rank: main(rank, Path(sys.argv[1]), json.loads(sys.argv[2])))

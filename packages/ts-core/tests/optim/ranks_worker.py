@@ -1,4 +1,4 @@
-"""One process of test_data_parallel: python ranks_worker.py RANK PORT FOLDER CASES_JSON.
+"""One process of test_data_parallel: python ranks_worker.py FOLDER CASES_JSON.
 
 Cases run one after the other; what each ends with is in FOLDER/NAME.RANK.pt.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from ts_core import OffloadAdamW, memory_report, wrap
 from ts_core.errors import StateError
 from ts_core.testing import inject_delays
+from ts_core.testing.processes import fork_ranks
 
 STEPS = 5
 
@@ -91,10 +91,9 @@ def run(rank: int, case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def main(rank: int, port: int, folder: str, cases: dict[str, dict[str, Any]]) -> None:
+def main(rank: int, folder: str, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     for name, case in cases.items():
         try:
             found = run(rank, case)
@@ -106,4 +105,4 @@ def main(rank: int, port: int, folder: str, cases: dict[str, dict[str, Any]]) ->
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
+    fork_ranks(lambda rank: main(rank, sys.argv[1], json.loads(sys.argv[2])))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from ts_core.testing.processes import run_ranks
 
 WORKER = Path(__file__).with_name("ranks_worker.py")
 LIMIT = 6e-6  # gradients are summed in another order over the processes
@@ -50,25 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each case ended with, per rank; all run in the same two processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    running = [
-        subprocess.Popen(
-            [sys.executable, WORKER, str(rank), port, str(folder), json.dumps(CASES)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    run_ranks(WORKER, str(folder), json.dumps(CASES))
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in CASES}
 
 

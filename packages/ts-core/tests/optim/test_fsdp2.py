@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+
+from ts_core.testing.processes import run_ranks
 
 LIMIT = 3e-7
 
@@ -26,39 +24,25 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "eager": ({}, 1),
+    "clipped-accumulated": ({"max_grad_norm": 0.05}, 2),
+}
 
 
-def run_processes(folder: str, options: dict[str, Any], micro: int) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def found_by_case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each case ended with; all run in the same two processes."""
+    folder = tmp_path_factory.mktemp("fsdp2")
     worker = Path(__file__).with_name("fsdp2_worker.py")
-    port = str(_free_port())
-    running = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), port, folder, json.dumps(options), str(micro)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
-    found: dict[str, Any] = torch.load(Path(folder) / "found.pt")
-    return found
+    run_ranks(worker, str(folder), json.dumps(CASES))
+    return {name: torch.load(folder / f"{name}.pt") for name in CASES}
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-@pytest.mark.parametrize(
-    ("options", "micro"),
-    [({}, 1), ({"max_grad_norm": 0.05}, 2)],
-    ids=["eager", "clipped-accumulated"],
-)
-def test_two_processes_equal_one(options: dict[str, Any], micro: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_processes(folder, options, micro)
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_equal_one(name: str, found_by_case: dict[str, Any]) -> None:
+    (options, micro), found = CASES[name], found_by_case[name]
     reference = build()
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     clip = options.get("max_grad_norm")

@@ -16,16 +16,19 @@ from ts_hf.cli.sources import Document
 
 
 def make_rows(
-    config: FinetuneConfig, documents: tuple[list[Document], list[Document]], tokenizer: Any
+    config: FinetuneConfig,
+    documents: tuple[list[Document], list[Document]],
+    tokenizer: Any,
+    processes: int = 1,
 ) -> tuple[Rows, Rows]:
-    """(rows to train on, held-out rows).
+    """(rows to train on, held-out rows), for all `processes` together.
 
     Raises:
         DataError: too little data; records that the chat template refuses, by file and line.
         OptionError: packing of pairs.
     """
     length, problems = config.seq_length, Problems()
-    wanted = config.steps * config.batch_size * config.accumulation
+    wanted = config.steps * rows_per_step(config, processes)
     if config.epochs is not None:
         wanted = sys.maxsize
     if config.method == "dpo":
@@ -72,7 +75,7 @@ def make_rows(
     return train, held_out
 
 
-def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows) -> list[str]:
+def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows, processes: int = 1) -> list[str]:
     """How much of the data a run reads, and what was noticed about it, in words."""
     what = "pairs" if config.method == "dpo" else "rows"
     told = [
@@ -80,10 +83,9 @@ def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows) -> list[str]:
         f"held out ({held_out.tokens:,} tokens)"
     ]
     if train.of is not None:
-        per_step = config.batch_size * config.accumulation
         told.append(
-            f"steps={config.steps} of {per_step} {what} read no more of the data than that; "
-            f"epochs=1 reads all of it"
+            f"steps={config.steps} of {rows_per_step(config, processes)} {what} read no more of "
+            f"the data than that; epochs=1 reads all of it"
         )
     return [*told, *train.notes]
 
@@ -123,9 +125,13 @@ def make_collator(config: FinetuneConfig, pad_id: int) -> Any:
     return BinCollator(config.seq_length, pad_id) if config.packing else PadCollator(pad_id)
 
 
-def planned_steps(config: FinetuneConfig, rows: int) -> int:
+def planned_steps(config: FinetuneConfig, rows: int, processes: int = 1) -> int:
     """Optimizer steps of a run on so many rows."""
     if config.epochs is None:
         return config.steps
-    per_step = config.batch_size * config.accumulation
-    return max(1, math.ceil(config.epochs * rows / per_step - 1e-9))
+    return max(1, math.ceil(config.epochs * rows / rows_per_step(config, processes) - 1e-9))
+
+
+def rows_per_step(config: FinetuneConfig, processes: int = 1) -> int:
+    """Rows of one optimizer step, of all processes."""
+    return config.batch_size * config.accumulation * processes

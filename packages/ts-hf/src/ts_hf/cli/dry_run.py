@@ -14,7 +14,14 @@ from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.memory.ram import ram_available_bytes
 from ts_hf.budget import choose_codec
 from ts_hf.cli.config import to_yaml
-from ts_hf.cli.dataset import check_lengths, check_tokens, make_rows, planned_steps, told_rows
+from ts_hf.cli.dataset import (
+    check_lengths,
+    check_tokens,
+    make_rows,
+    planned_steps,
+    rows_per_step,
+    told_rows,
+)
 from ts_hf.cli.finish import check_merge
 from ts_hf.cli.folder import RunFolder
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype, plan_blocks
@@ -23,6 +30,7 @@ from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import for_loading
+from ts_hf.cli.team import processes
 from ts_hf.families import find_decoder_layers
 from ts_hf.fill import LoadReport, quantizable_names
 from ts_hf.sizes import format_bytes
@@ -57,7 +65,7 @@ def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
     check_lengths(config, model_config)
     if config.method != "full":
         check_rank(config, model_config)
-    train, held_out = make_rows(config, documents, tokenizer)
+    train, held_out = make_rows(config, documents, tokenizer, processes())
     check_tokens(train, held_out, model_config)
     model = build_skeleton(model_config, DTYPES[dtype], trust_remote_code=False, options={})
     lines = [
@@ -75,12 +83,12 @@ def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
 
 
 def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -> list[str]:
-    steps = planned_steps(config, len(train))
-    per_step = config.batch_size * config.accumulation
+    steps = planned_steps(config, len(train), processes())
+    per_step = rows_per_step(config, processes())
     what = "pairs" if config.method == "dpo" else "rows"
     return [
         f"{len(documents[0])} documents or records to train on, {len(documents[1])} held out",
-        *told_rows(config, train, held_out),
+        *told_rows(config, train, held_out, processes()),
         f"{steps} steps of {per_step} {what}: {steps * per_step / len(train):.2f} passes over them",
     ]
 

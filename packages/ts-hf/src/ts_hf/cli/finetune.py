@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class FinetuneCommand:
             )
         config = make_config(*layers, ("command line", given))
         if args.dry_run:
+            if int(os.environ.get("RANK", "0")) > 0:
+                return 0  # the first of several processes says it all
             from ts_hf.cli.dry_run import dry_run
 
             return dry_run(config)

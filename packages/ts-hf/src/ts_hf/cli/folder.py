@@ -21,24 +21,29 @@ class RunFolder:
 
     Args:
         config: the run's settings; its `output` is the folder.
+        notes: of the first process, in the others: nothing is read, and nothing is written.
 
     Raises:
         DataError: run.json is damaged.
         OptionError: it is a file, or the folder holds a run with other settings; names them.
     """
 
-    def __init__(self, config: FinetuneConfig) -> None:
+    def __init__(self, config: FinetuneConfig, notes: dict[str, Any] | None = None) -> None:
         self.path = Path(config.output)
         if self.path.exists() and not self.path.is_dir():
             raise OptionError(f"output={config.output!r} is a file. Name a folder.")
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
         self.results = self.path / "results.json"
+        self.notes: dict[str, Any] = {"format": FORMAT} if notes is None else notes
+        self._writes = notes is None
+        if notes is not None:
+            self.begun = _begun(notes)
+            return
         mine = json.loads(json.dumps(dataclasses.asdict(config)))
         file = self.path / "run.json"
-        self.notes: dict[str, Any] = {"format": FORMAT}
         earlier = _read(file) if file.is_file() else {}
-        self.begun = "held_out_before" in earlier
+        self.begun = _begun(earlier)
         if self.begun:
             self.notes = earlier
             defaults = json.loads(json.dumps(dataclasses.asdict(FinetuneConfig())))
@@ -79,8 +84,15 @@ class RunFolder:
     def keep(self, **values: Any) -> None:
         """Add notes to run.json."""
         self.notes.update(values)
+        if not self._writes:
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "run.json", self.notes)
+
+
+def _begun(notes: dict[str, Any]) -> bool:
+    """Whether a run came to train."""
+    return "held_out_before" in notes
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -31,15 +31,15 @@ class History:
     """The lines of `file`.
 
     Args:
-        file: JSON lines; made on the first `add`.
+        file: JSON lines; made on the first `add`. None keeps them in memory only.
         upto_step: on resume, the checkpoint's step: what was done after it is dropped, since it
             will be done again.
     """
 
-    def __init__(self, file: Path, upto_step: int = 0) -> None:
+    def __init__(self, file: Path | None, upto_step: int = 0) -> None:
         self.file = file
         self.lines: list[dict[str, Any]] = []
-        if file.is_file():
+        if file is not None and file.is_file():
             for line in read_lines(file):
                 if line["step"] <= upto_step or line.get("kind") not in _REPEATED:
                     self.lines.append(line)
@@ -52,6 +52,8 @@ class History:
         """Append a line."""
         line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         self.lines.append(line)
+        if self.file is None:
+            return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ts_hf.cli.pairs import batches, with_reference
 from ts_hf.cli.rows import Rows
+from ts_hf.cli.team import Team
 from ts_hf.cli.trainers import FinetuneTrainer
 from ts_hf.losses import causal_lm_logprobs, dpo_loss, reference_logprobs
 
@@ -39,7 +40,10 @@ class PreferenceTrainer(FinetuneTrainer):
     ) -> None:
         self._beta, self._label_smoothing = beta, label_smoothing
         self._chunk_size = chunk_size
-        self._rewards: dict[bool, list[Tensor]] = {True: [], False: []}  # by model.training
+        # Of each batch: pairs whose chosen answer is ahead, margins and losses, and the pairs they
+        # are the sums of. By model.training.
+        self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
+        self._pairs: int | None = None  # of a batch, where not all of them count
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = False  # a mean over pairs, not a sum over tokens
 
@@ -68,7 +72,10 @@ class PreferenceTrainer(FinetuneTrainer):
             chosen, rejected, *reference, beta=self._beta, label_smoothing=self._label_smoothing
         )
         margins = (good - bad).float()
-        self._rewards[model.training].append(torch.stack([(margins > 0).float(), margins]))
+        weight = float(len(margins)) if self._pairs is None else float(self._pairs)
+        shares = torch.stack([(margins > 0).float().mean(), margins.mean(), loss.detach().float()])
+        one = torch.ones(1, device=shares.device)
+        self._sums[model.training].append(weight * torch.cat([shares, one]))
         if model.training:
             self._finite.watch(loss, self.state.global_step + 1)
         return (loss, {"margins": margins}) if return_outputs else loss
@@ -76,24 +83,50 @@ class PreferenceTrainer(FinetuneTrainer):
     def _averages_over_next_tokens(self) -> bool:
         return False
 
-    def _take_rewards(self, training: bool) -> dict[str, float]:
-        kept, self._rewards[training] = self._rewards[training], []
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """As TrainStreamTrainer's; of the last batch of several processes, only pairs of its own.
+
+        accelerate fills that batch up with pairs of the beginning.
+        """
+        data, count = self.accelerator.gradient_state, len(inputs["input_ids"]) // 2
+        if self.accelerator.num_processes > 1 and data.end_of_dataloader and data.remainder > 0:
+            own = min(count, max(0, data.remainder - self.accelerator.process_index * count))
+            self._pairs, kept = own, max(1, own)
+            inputs = {
+                name: torch.cat([value[:kept], value[count : count + kept]])
+                for name, value in inputs.items()
+            }
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._pairs = None
+
+    def _take_means(self, training: bool) -> dict[str, float]:
+        """Over the pairs of all processes since this was last called."""
+        kept, self._sums[training] = self._sums[training], []
         if not kept:
             return {}
-        accuracy, margin = torch.cat(kept, dim=1).mean(dim=1).tolist()
-        return {"reward_accuracy": accuracy, "reward_margin": margin}
+        total = self.accelerator.reduce(torch.stack(kept).sum(dim=0), reduction="sum")
+        accuracy, margin, loss = (total[:3] / total[3]).tolist()
+        return {"reward_accuracy": accuracy, "reward_margin": margin, "loss": loss}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As TrainStreamTrainer's, with the rewards of the steps since the last log."""
-        rewards = self._take_rewards(True) if "loss" in logs else {}
-        super().log({**logs, **rewards}, *args, **kwargs)
+        means = self._take_means(True) if "loss" in logs else {}
+        super().log({**means, **logs}, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As TrainStreamTrainer's, with the rewards of the held-out pairs."""
-        self._rewards[False] = []
+        self._sums[False] = []
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        for name, value in self._take_rewards(False).items():
+        for name, value in self._take_means(False).items():
             output.metrics[f"{prefix}_{name}"] = value
         return output
 
@@ -107,6 +140,7 @@ def add_references(
     batch_size: int,
     pad_id: int,
     console: Console,
+    team: Team,
 ) -> dict[str, Rows]:
     """Rows with the reference model's log-probabilities, computed once and kept in `folder`.
 
@@ -120,8 +154,23 @@ def add_references(
         batch_size: pairs at a time.
         pad_id: token that pads.
         console: told how long it took.
+        team: the first process computes them, and the others get them.
     """
     trainer.create_optimizer()
+    kept = team.lead(lambda: _computed(trainer, rows, folder, mark, batch_size, pad_id, console))
+    return {name: with_reference(some, kept[name]) for name, some in rows.items()}
+
+
+def _computed(
+    trainer: PreferenceTrainer,
+    rows: dict[str, Rows],
+    folder: Path,
+    mark: str,
+    batch_size: int,
+    pad_id: int,
+    console: Console,
+) -> dict[str, Tensor]:
+    """By name, [N, 2] float32."""
     kept = _kept(folder / _FILE, mark)
     if kept is None or set(kept) != set(rows):
         started = time.perf_counter()
@@ -136,7 +185,7 @@ def add_references(
             f"log-probabilities of {count} pairs under the model as it is: "
             f"{time.perf_counter() - started:.1f} s"
         )
-    return {name: with_reference(some, kept[name]) for name, some in rows.items()}
+    return kept
 
 
 def _reference(trainer: PreferenceTrainer, rows: Rows, batch_size: int, pad_id: int) -> Tensor:

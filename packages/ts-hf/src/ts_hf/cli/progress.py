@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from ts_hf.cli.history import History
 from ts_hf.cli.placement import placement
+from ts_hf.cli.team import Team
 
 
 class Interruption:
@@ -63,7 +64,8 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         console: where to print; without a terminal a line is printed now and then instead.
         history: gets a line per step, event, checkpoint and change of placement.
         interruption: checked after each step.
-        take_tokens: tokens (without padding) since it was last called.
+        take_tokens: tokens (without padding) of this process since it was last called.
+        team: the processes that train together; all stop after the same step.
     """
 
     def __init__(
@@ -72,11 +74,14 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         history: History,
         interruption: Interruption,
         take_tokens: Callable[[], int],
+        team: Team,
     ) -> None:
         self._console = console
         self._history = history
         self._interruption = interruption
         self._take_tokens = take_tokens
+        self._team = team
+        self._step_tokens = 0
         self._process = psutil.Process()
         self._progress: Progress | None = None
         self._began = 0.0
@@ -127,7 +132,9 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._interruption.asked:
+        asked, tokens = self._team.sum([self._interruption.asked, self._take_tokens()])
+        self._step_tokens = int(tokens)
+        if asked:
             control.should_save = True
             control.should_training_stop = True
 
@@ -143,7 +150,7 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         if not logs or "loss" not in logs:
             return
         seconds = time.perf_counter() - self._began
-        tokens = self._take_tokens()
+        tokens = self._step_tokens
         self.seconds += seconds
         self.tokens += tokens
         speed = tokens / max(seconds, 1e-9)

@@ -65,8 +65,13 @@ def print_report(console: Console, results: dict[str, Any], block_count: int) ->
     console.print(_memory_table(results["memory"], block_count))
     console.print(
         f"{results['steps']} steps, {results['tokens_per_second']:,.0f} tokens/s, "
-        f"computed in {results['dtype']} on {results['device']}"
+        f"computed in {results['dtype']} on {results['device']}{_processes(results)}"
     )
+
+
+def _processes(results: dict[str, Any]) -> str:
+    count = results["processes"]
+    return f" in {count} processes (memory: of the first)" if count > 1 else ""
 
 
 def _memory_table(memory: dict[str, Any], block_count: int) -> Table:

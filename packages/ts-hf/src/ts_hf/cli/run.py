@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from ts_core.errors import NonFiniteError, NotAvailableError, OptionError, StateError
+from ts_core.errors import DataError, NonFiniteError, OptionError, StateError
 from ts_hf.cli.dataset import (
     check_lengths,
     check_tokens,
@@ -36,6 +37,7 @@ from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.samples import generate, prompt_tokens
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import Document, check_sources
+from ts_hf.cli.team import Team
 from ts_hf.cli.trainers import make_trainer, training_arguments
 from ts_hf.families import find_decoder_layers
 from ts_hf.sizes import format_bytes
@@ -56,22 +58,23 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
     Raises:
         OptionError: the folder holds a run with other settings; names the keys.
         StateError: another process is at work in the folder.
-        NotAvailableError: it was started in several processes.
         DataError, OutOfBudgetError, NonFiniteError: as the parts say.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotAvailableError(
-            "trainstream finetune runs in one process, and was started in several (WORLD_SIZE="
-            f"{os.environ['WORLD_SIZE']}). Start it without torchrun, or use TrainStreamTrainer."
-        )
-    output = Path(config.output)
+    device = pick_device(config.device)
+    with ExitStack() as held, Team(device) as team:
+        team.lead(lambda: _take_folder(Path(config.output), held))
+        console = console or PlainConsole()
+        return _Run(config, console if team.first else Console(quiet=True), team, device).run()
+
+
+def _take_folder(output: Path, held: ExitStack) -> None:
+    """Make the folder, and keep other runs out of it until `held` ends."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"output={config.output!r} cannot be made: {error.strerror}.") from error
+        raise OptionError(f"output={str(output)!r} cannot be made: {error.strerror}.") from error
     try:
-        with FileLock(output / "run.lock", timeout=0):
-            return _Run(config, console or PlainConsole()).run()
+        held.enter_context(FileLock(output / "run.lock", timeout=0))
     except Timeout as error:
         raise StateError(
             f"another process is fine-tuning into {output} now. Wait for it, or use another output."
@@ -79,21 +82,40 @@ def run_finetune(config: FinetuneConfig, console: Console | None = None) -> int:
 
 
 class _Run:
-    def __init__(self, config: FinetuneConfig, console: Console) -> None:
+    def __init__(self, config: FinetuneConfig, console: Console, team: Team, device: str) -> None:
         self.config = config
         self.console = console
+        self.team = team
+        self.device = device
         self.history: History | None = None
-        check_merge(config)
-        self.folder = RunFolder(config)
-        self.notes = self.folder.notes
+        self.notes: dict[str, Any] = team.lead(self._open)
+        if not team.first:
+            self.folder = RunFolder(config, self.notes)
 
-    def run(self) -> int:
+    def _open(self) -> dict[str, Any]:
+        """Check the settings against the folder; what it knows of its run (first process)."""
+        check_merge(self.config)
+        self.folder = RunFolder(self.config)
+        notes = self.folder.notes
+        begun_with = notes.get("processes", 1)
+        if self.folder.begun and begun_with != self.team.size:
+            raise OptionError(
+                f"{self.folder.path} holds a run of {begun_with} processes, and these are "
+                f"{self.team.size}. Start {begun_with} to continue it, or use another output."
+            )
+        notes["processes"] = self.team.size
         for line in self.folder.tidy():
             self.console.print(line)
+        notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
         given = self.config.held_out
-        self.device = pick_device(self.config.device)
-        self.notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
-        if self.folder.finished():
+        if not self.folder.finished():
+            check_sources([*self.config.data, *([] if given is None else [given])])
+        return notes
+
+    def run(self) -> int:
+        if self.team.lead(self.folder.finished):
+            if not self.team.first:
+                return 0
             if self._to_merge():
                 self._merge()
             else:
@@ -102,7 +124,6 @@ class _Run:
                     f"output to train again."
                 )
             return 0
-        check_sources([*self.config.data, *([] if given is None else [given])])
         interruption = Interruption(self.console)
         try:
             with interruption.watch():
@@ -114,18 +135,25 @@ class _Run:
                 self._end("failed", f"{type(error).__name__}: {error}")
                 raise
             status = self._interrupted()  # an import makes another error of it
-        if status == 0:
+        if status == 0 and self.team.first:
             if self._to_merge():
                 self._merge()
             write_page(self.folder.path, self.console)
         return status
 
     def _prepare_and_train(self, interruption: Interruption) -> int:
+        folder = self.team.lead(lambda: model_folder(self.config))  # a GGUF is converted once
+        model, tokenizer, train, held_out = self.team.together(lambda: self._prepare(folder))
+        marks = self.team.gather(f"{train.fingerprint()}-{held_out.fingerprint()}")
+        self.team.together(lambda: self._check_data(marks))
+        return self._train(model, tokenizer, train, held_out, interruption)
+
+    def _prepare(self, folder: Path) -> tuple[Any, Any, Rows, Rows]:
+        """(model, tokenizer, rows to train on, held-out rows)."""
         config = self.config
         documents = split_sources(
             config.data, config.held_out, config.held_out_share, pairs=config.method == "dpo"
         )
-        folder = model_folder(config)
         tokenizer = load_tokenizer(config, folder)
         torch.manual_seed(config.seed)
         started = time.perf_counter()
@@ -142,8 +170,7 @@ class _Run:
             "parameters": sum(p.numel() for p in inner.parameters()),
             "trained": trained,
         }
-        train, held_out = self._rows(documents, tokenizer, inner.config)
-        return self._train(model, tokenizer, train, held_out, interruption)
+        return model, tokenizer, *self._rows(documents, tokenizer, inner.config)
 
     def _rows(
         self,
@@ -153,15 +180,9 @@ class _Run:
     ) -> tuple[Rows, Rows]:
         config = self.config
         check_lengths(config, model_config)
-        train, held_out = make_rows(config, documents, tokenizer)
+        train, held_out = make_rows(config, documents, tokenizer, self.team.size)
         check_tokens(train, held_out, model_config)
-        mark = f"{train.fingerprint()}-{held_out.fingerprint()}"
-        if self.notes.setdefault("data", mark) != mark:
-            raise OptionError(
-                f"the data of the run in {self.folder.path} has changed since it began. Restore "
-                f"it to continue, or use another output for a new run."
-            )
-        for line in told_rows(config, train, held_out):
+        for line in told_rows(config, train, held_out, self.team.size):
             self.console.print(f"data: {line}")
         self.notes["rows"] = {
             "train": len(train),
@@ -172,6 +193,15 @@ class _Run:
             "notes": list(train.notes),
         }
         return train, held_out
+
+    def _check_data(self, marks: list[str]) -> None:
+        if self.notes.setdefault("data", marks[0]) != marks[0]:
+            raise OptionError(
+                f"the data of the run in {self.folder.path} has changed since it began. Restore "
+                f"it to continue, or use another output for a new run."
+            )
+        if set(marks) != {marks[0]}:
+            raise DataError("data: the processes read different data. Give all of them the same.")
 
     # -- training ----------------------------------------------------------------------------
 
@@ -186,10 +216,10 @@ class _Run:
         from transformers import set_seed
 
         config = self.config
-        steps = planned_steps(config, len(train))
-        checkpoint = last_checkpoint(self.folder.checkpoints)
+        steps = planned_steps(config, len(train), self.team.size)
+        checkpoint = self.team.lead(lambda: last_checkpoint(self.folder.checkpoints))
         done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
-        history = History(self.folder.history, upto_step=done)
+        history = History(self.folder.history if self.team.first else None, upto_step=done)
         self.history = history
         history.add("session", done, **_session())
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
@@ -198,7 +228,9 @@ class _Run:
         trainer = make_trainer(config, model, arguments, train, held_out, collator)
         if config.method == "dpo":
             self._add_references(trainer, train, held_out, pad)
-        progress = ProgressCallback(self.console, history, interruption, trainer.take_tokens)
+        progress = ProgressCallback(
+            self.console, history, interruption, trainer.take_tokens, self.team
+        )
         trainer.add_callback(progress)
         self.folder.keep(steps=steps)
         if checkpoint is not None:
@@ -206,7 +238,7 @@ class _Run:
         prompts = prompt_tokens(tokenizer, config.prompts, held_out.openings, config.samples)
         if "held_out_before" not in self.notes:
             before = self._measure(trainer, progress, "before", 0)
-            if not _has_samples(history, "before"):
+            if self.team.first and not _has_samples(history, "before"):
                 self._samples(trainer, tokenizer, prompts, "before", 0)
             self.folder.keep(held_out_before=before)
         if done >= steps:
@@ -226,7 +258,9 @@ class _Run:
             interruption.in_steps = False
             if trainer.state.global_step < steps:
                 return self._interrupted()
-        measured = [line["loss"] for line in history.of("eval") if line["step"] == steps]
+        measured = self.team.lead(
+            lambda: [line["loss"] for line in history.of("eval") if line["step"] == steps]
+        )
         if measured:  # eval_every fell on the last step
             after = float(measured[-1])
         else:
@@ -237,6 +271,8 @@ class _Run:
                 f"unusable, and they are not saved. Use another output and a lower learning rate "
                 f"(lr={config.lr})."
             )
+        if not self.team.first:
+            return 0  # the first process writes what is left to write
         self._samples(trainer, tokenizer, prompts, "after", steps)
         self._finish(trainer, tokenizer, history, progress, steps, after)
         return 0
@@ -252,6 +288,7 @@ class _Run:
             batch_size=self.config.batch_size,
             pad_id=pad,
             console=self.console,
+            team=self.team,
         )
         trainer.train_dataset, trainer.eval_dataset = rows["train"], rows["held_out"]
 
@@ -329,6 +366,7 @@ class _Run:
             "tokens_per_second": sum(line["tokens"] for line in timed) / max(seconds, 1e-9),
             "seconds": seconds,
             "device": self.device,
+            "processes": self.team.size,
             "dtype": self.notes["dtype"],
             "memory": memory_by_tier(model, config.block_limit_bytes),
             "saved": str(saved),

@@ -11,6 +11,7 @@ from transformers import PrinterCallback, TrainingArguments
 from ts_hf.cli.machine import streaming_options
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import parse_options
+from ts_hf.cli.team import processes
 from ts_hf.training.trainer import TrainStreamTrainer
 
 
@@ -67,6 +68,7 @@ def training_arguments(
         save_total_limit=config.keep_checkpoints,
         seed=config.seed,
         use_cpu=device == "cpu",
+        ddp_backend="gloo" if device == "cpu" and processes() > 1 else None,
         dataloader_pin_memory=device == "cuda",
         remove_unused_columns=False,
         report_to=[],

@@ -155,14 +155,17 @@ def _directory_of_all(target: Path, args: Any) -> Iterator[Path]:
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `output_dir`, or None."""
+    """The complete checkpoint of the highest step in `output_dir`, or None.
+
+    It may be one of several processes; each has a file of random state then.
+    """
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     found = [
         (int(path.name[len(prefix) :]), path)
         for path in (output_dir.iterdir() if output_dir.is_dir() else ())
         if path.is_dir() and path.name.startswith(prefix) and path.name[len(prefix) :].isdigit()
     ]
-    complete = [item for item in found if not _missing(item[1])]
+    complete = [item for item in found if not _missing(item[1], processes=_saved_by(item[1]))]
     return max(complete)[1] if complete else None
 
 
@@ -177,11 +180,17 @@ def _missing(folder: Path, *, model_only: bool = False, processes: int = 1) -> l
     return [name for name in wanted if not (folder / name).is_file()]
 
 
+def _saved_by(folder: Path) -> int:
+    """Of how many processes the checkpoint is."""
+    return max(1, len(list(folder.glob("rng_state_*.pth"))))
+
+
 def _check_complete(folder: Path, args: Any) -> None:
     processes = args.world_size
     missing = _missing(folder, model_only=args.save_only_model, processes=processes)
-    saved_by = len(list(folder.glob("rng_state_*.pth"))) or int((folder / _RNG_NAME).is_file())
-    if missing and all(name.startswith("rng_state") for name in missing) and saved_by:
+    saved_by = _saved_by(folder)
+    some = (folder / _RNG_NAME).is_file() or saved_by > 1
+    if missing and all(name.startswith("rng_state") for name in missing) and some:
         raise DataError(
             f"{folder} was saved by a run of {saved_by} processes and this one has {processes}, so "
             f"its random state does not fit and the run would not go on as it was. Resume with "
