@@ -303,7 +303,6 @@ STAGES: dict[str, Stage] = {
         ),
         190.0,
     ),
-    "replay": Stage(found_scripts("replay.py"), 120.0),
     "decode": Stage(
         scripts(
             "decode",
