@@ -77,7 +77,7 @@ def test_plan_is_that_of_the_run(
     notes = json.loads((tmp_path / "out" / "run.json").read_text())
     assert f"{notes['model']['trained']:,} trained values" in told
     count, tokens = notes["rows"]["train"], notes["rows"]["train_tokens"]
-    assert re.search(rf"\b{count} of about [\d,]+ rows \({tokens:,} tokens\)", told)
+    assert re.search(rf"\b{count} of about [\d,]+ rows to train on \({tokens:,} tokens\)", told)
     assert "a new run" in told and "finished; the command would do nothing" in _told(config)
 
 
