@@ -7,7 +7,10 @@ dicts, hooks inside. What it cannot see are globals, closures and deeply nested 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import eq, is_
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ _HOOKS = (
 # Of the block itself, what runs around its forward.
 _OUTSIDE = frozenset(("forward", "_non_persistent_buffers_set"))
 _FIXED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_MISSING = object()
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4
 
 
@@ -42,62 +45,109 @@ class ModuleWatch:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._tables: list[tuple[dict[str, Any], tuple[tuple[str, Any], ...]]] = []
+        self._tables: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._values: list[tuple[dict[str, Any], str, Any]] = []
-        self._tokens: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._states: list[_State] = []
+        self._plain: list[Any] = []
+        self._copies: list[Any] = []
+        self._tokens: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         for module in block.modules():
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
                 raise NotReplayable("the block is compiled by torch.compile")
             state = module.__dict__
-            for name in _HOOKS:
-                if module is not block:
-                    self._hooks.append(state[name])
-            for name in _TABLES:
-                self._tables.append((state[name], tuple(state[name].items())))
-            if module is not block:  # its `forward` comes and goes
-                self._sizes.append((state, len(state)))
+            if module is not block:
+                self._hooks += [state[name] for name in _HOOKS]
+            self._tables += [state[name] for name in _TABLES]
+            # Of the block itself, `forward` comes and goes.
+            self._states.append(_State(state, _OUTSIDE if module is block else frozenset()))
             for key, value in state.items():
-                if (
-                    key in _TABLES
-                    or key.endswith("_hooks")
-                    or (key in _OUTSIDE and module is block)
-                ):
+                if key in _TABLES or "_hooks" in key or id(value) in seen:
                     continue
                 if type(value) in _FIXED or callable(value):
-                    self._values.append((state, key, value))
-                elif id(value) not in seen:
-                    seen.add(id(value))
-                    self._tokens.append((state, key, value, _token(value)))
+                    continue
+                seen.add(id(value))
+                self._watch(value)
+        self._states += [_State(table, frozenset()) for table in self._tables if table]
+        self._entries = sum(map(len, self._tables))
+        # Looked at all at once, without a line of Python for each: this runs before every replay.
+        self._dicts = [state.table for state in self._states]
+        self._size = sum(map(len, self._dicts))
+        self._values = [value for state in self._states for value in state.values]
         if self._hooked():
             raise NotReplayable("modules inside the block have hooks, which a replay would not run")
 
+    def _watch(self, value: Any) -> None:
+        """What is inside an attribute of a module."""
+        inside = getattr(value, "__dict__", None)
+        if type(value) in _CONTAINERS and _is_plain(value):
+            self._note(value)
+        elif type(value) in _CONTAINERS or isinstance(value, torch.Tensor) or not inside:
+            self._tokens.append((value, _token(value)))
+        else:  # a config, say: its own plain values
+            self._states.append(_State(inside, frozenset()))
+            for item in inside.values():
+                if type(item) in _CONTAINERS and _is_plain(item):
+                    self._note(item)
+
+    def _note(self, value: Any) -> None:
+        self._plain.append(value)
+        self._copies.append(copy.deepcopy(value))
+
     def unchanged(self) -> bool:
         """Whether the block is as it was."""
-        for state, size in self._sizes:
-            if len(state) != size:
-                return False
-        for state, key, value in self._values:
-            now = state.get(key, _MISSING)
-            if now is not value and (
-                type(now) is not type(value) or type(value) not in _FIXED or now != value
-            ):
-                return False
-        for table, items in self._tables:
-            if len(table) != len(items):
-                return False
-            for key, value in items:
-                if table.get(key, _MISSING) is not value:
-                    return False
-        for state, key, value, token in self._tokens:
-            if state.get(key, _MISSING) is not value or _token(value) != token:
+        if sum(map(len, self._tables)) != self._entries:
+            return False
+        objects = chain.from_iterable(table.values() for table in self._dicts)
+        same = sum(map(len, self._dicts)) == self._size and all(map(is_, objects, self._values))
+        if not same and not all(state.equal() for state in self._states):
+            return False
+        if not all(map(eq, self._plain, self._copies)):
+            return False
+        for value, token in self._tokens:
+            if _token(value) != token:
                 return False
         return not self._hooked()
 
     def _hooked(self) -> bool:
         return any(self._hooks) or torch_module._has_any_global_hook()
+
+
+class _State:
+    """A dict at one moment: the same keys with the same objects, or with equal plain values.
+
+    Args:
+        table: the dict.
+        apart: keys that do not count.
+    """
+
+    __slots__ = ("_apart", "_keys", "table", "values")
+
+    def __init__(self, table: dict[str, Any], apart: frozenset[str]) -> None:
+        self.table = table
+        self.values = tuple(table.values())
+        self._apart = apart
+        self._keys = tuple(table)
+
+    def equal(self) -> bool:
+        """Whether the dict is as it was."""
+        then = {k: v for k, v in zip(self._keys, self.values, strict=True) if k not in self._apart}
+        now = {key: value for key, value in self.table.items() if key not in self._apart}
+        return now.keys() == then.keys() and all(
+            now[key] is value
+            or (type(now[key]) is type(value) and type(value) in _FIXED and now[key] == value)
+            for key, value in then.items()
+        )
+
+
+def _is_plain(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether it is plain data all through, which can be copied and compared."""
+    if type(value) in _FIXED:
+        return True
+    if not depth or type(value) not in _CONTAINERS:
+        return False
+    items = value.values() if type(value) is dict else value
+    return all(_is_plain(item, depth - 1) for item in items)
 
 
 def _token(value: Any, depth: int = _DEPTH) -> Any:
@@ -114,10 +164,6 @@ def _token(value: Any, depth: int = _DEPTH) -> Any:
             return (kind, frozenset(value))
     if isinstance(value, torch.Tensor):
         return (id(value), 0 if is_wrapper(value) else value.data_ptr())
-    if depth == _DEPTH and not isinstance(value, nn.Module) and not callable(value):
-        inside = getattr(value, "__dict__", None)
-        if inside:  # a config, say: its own plain values
-            return (id(value), *[(key, _token(item, 2)) for key, item in inside.items()])
     return id(value)
 
 
