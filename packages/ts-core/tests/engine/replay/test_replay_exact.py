@@ -20,38 +20,47 @@ def run(
     full: bool = False,
     autocast: torch.dtype | None = None,
     length: int = 7,
+    device: str = "host",
     **options: Any,
 ) -> tuple[TinyModel, TrainingRecord]:
-    model = tiny_model(depth=4, dropout=0.1, full=full)
+    where = "cpu" if device == "host" else device
+    model = tiny_model(depth=4, dropout=0.1, full=full).to(where)
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = wrap(
         model,
         torch.optim.AdamW(trained, lr=1e-2),
         quantize="none",
-        device="host",
+        device=device,
         offload=True,
         accumulation_steps=2,
         cuda_graphs=graphs,
         **options,
     )
     with inject_delays(3, max_ms=1.0, share=0.3):
-        record = train(model, optimizer, STEPS, accumulation=2, autocast=autocast, length=length)
+        record = train(
+            model,
+            optimizer,
+            STEPS,
+            accumulation=2,
+            autocast=autocast,
+            length=length,
+            device=where,
+        )
         optimizer.synchronize()
     return model, record
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"param_offload": True},
-        {"recompute": True},
-        {"param_offload": [0, 2, 3], "recompute": [0, 1], "max_grad_norm": 1.0},
-        {"full": True, "param_offload": True},
-        {"autocast": torch.bfloat16, "param_offload": 0.5, "recompute": [1]},
-    ],
-    ids=["resident", "streamed", "recomputed", "mixed", "full", "autocast"],
-)
+CASES: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "streamed": {"param_offload": True},
+    "recomputed": {"recompute": True},
+    "mixed": {"param_offload": [0, 2, 3], "recompute": [0, 1], "max_grad_norm": 1.0},
+    "full": {"full": True, "param_offload": True},
+    "autocast": {"autocast": torch.bfloat16, "param_offload": 0.5, "recompute": [1]},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_replayed_equals_eager(recorders: list[HostRecorder], options: dict[str, Any]) -> None:
     _, eager = run(False, **options)
     model, replayed = run(True, **options)
@@ -88,3 +97,87 @@ def test_unwrap_drops_what_was_recorded(recorders: list[HostRecorder]) -> None:
     unwrap(model)
     assert replay.report()["saved_bytes"] == replay.report()["scratch_bytes"] == 0
     model(torch.zeros(2, 7, dtype=torch.long)).backward()
+
+
+GPU: dict[str, Any] = {"device": "cuda", "activation_offload": False}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_replayed_equals_eager_on_the_gpu(options: dict[str, Any]) -> None:
+    """With real graphs; updates by the host in both, so that all else is the same."""
+    options = {"recompute": False, **options, **GPU}
+    _, eager = run(False, **options)
+    model, replayed = run(True, **options)
+    report = memory_report(model)
+    assert eager.differences(replayed) == [], report["events"]
+    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+    assert report["replay"]["pool_bytes"] >= 0
+
+
+@pytest.mark.gpu
+def test_lengths_that_change_and_evaluation_between_steps_on_the_gpu() -> None:
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = tiny_model(depth=3, dropout=0.1).cuda()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = wrap(
+            model,
+            torch.optim.AdamW(trained, lr=1e-2),
+            quantize="none",
+            cuda_graphs=graphs,
+            offload=True,
+            recompute=False,
+            **GPU,
+        )
+        found = []
+        for step in range(12):
+            tokens = torch.arange(2 * (5 + step % 3), device="cuda").view(2, -1) % 37
+            loss = model(tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+            if step % 4 == 3:
+                model.eval()
+                with torch.no_grad():
+                    found.append(model(tokens))
+                model.train()
+        optimizer.synchronize()
+        results.append([*found, *(p.detach().clone() for p in trained)])
+        report = memory_report(model)
+    for k, (eager, replayed) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(eager, replayed), (k, report["events"])
+    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+
+
+@pytest.mark.gpu
+def test_a_block_that_cannot_be_captured_runs_eagerly_on_the_gpu() -> None:
+    """It reads a value on the host, which no graph can."""
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = tiny_model(depth=3, dropout=0.0).cuda()
+        own = model.layers[1].forward
+
+        def forward(x: torch.Tensor, own: Any = own) -> torch.Tensor:
+            out: torch.Tensor = own(x)
+            return out * (1.0 if out.sum().item() > 0 else 0.5)
+
+        model.layers[1].forward = forward
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = wrap(
+            model,
+            torch.optim.AdamW(trained, lr=1e-2),
+            quantize="none",
+            cuda_graphs=graphs,
+            offload=True,
+            recompute=False,
+            **GPU,
+        )
+        results.append(train(model, optimizer, STEPS, device="cuda"))
+        report = memory_report(model)
+    assert results[0].differences(results[1]) == []
+    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+    assert report["replay"]["eager"], report["events"]
