@@ -102,5 +102,4 @@ def test_scripts_of_stages_are_there() -> None:
     named = re.findall(r'"([a-z_]+\.py)[ "]', (TOOLS / "gpu_stages.py").read_text())
     assert len(set(named)) > 8
     root = TOOLS.parent
-    named.remove("replay.py")  # looked for where it runs
     assert [name for name in named if not list(root.glob(f"packages/*/benchmarks/{name}"))] == []

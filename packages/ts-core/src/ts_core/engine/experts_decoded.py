@@ -83,6 +83,15 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _plain(values: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor (a codec may guard what it has decoded)."""
+    if type(values) is Tensor:
+        return values
+    empty = torch.empty(0, dtype=values.dtype, device=values.device)
+    start, step = values.storage_offset(), values.stride()
+    return empty.set_(values.untyped_storage(), start, values.shape, step)
+
+
 @contextmanager
 def replaced(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     """Let reads of these attributes see `values`; parameters of that name stay as they are."""
@@ -150,7 +159,7 @@ class Decoded:
         self._drop(stack)
         with torch.no_grad():
             if row is not None:
-                values = stored[row]
+                values = _plain(stored[row])
             elif count is None or count == stored.shape[0]:
                 values = stored.dequantize()
             else:
