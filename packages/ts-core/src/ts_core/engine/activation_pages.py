@@ -19,6 +19,7 @@ from ts_core.engine.host_buffers import HostBuffers
 from ts_core.engine.page_transfers import Page, PageTransfers
 from ts_core.engine.saved_ranges import SavedRanges
 from ts_core.engine.saved_tensors import SavedTensor, check_version
+from ts_core.engine.turns import graph_task, in_backward
 from ts_core.transfer import CopyEngine
 
 
@@ -212,13 +213,13 @@ class PageStore:
             first = page.device_d.storage_offset() + page.device_at
             start = first // empty.element_size() + handle.offset
             storage = page.device_d.untyped_storage()
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward():
                 self._drop(page)  # a look from outside a backward
             return empty.set_(storage, start, handle.shape, handle.stride)
 
     def reach(self, call: BlockCall) -> None:
         """Backward has come to `call`: fetch its pages and those of the calls before it."""
-        task = int(torch._C._current_graph_task_id())
+        task = graph_task()
         with self._lock:
             if task == -1 or self._reached is call:
                 return

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ts_core.engine.saved_tensors import PLAIN_TYPES
+from ts_core.store.leaves import is_dense
 
 # A tensor with gaps is paged with its whole storage, if that is at most this many times larger.
 _STORAGE_SHARE = 4
@@ -56,7 +57,7 @@ class SavedRanges:
         storage = tensor.untyped_storage()
         if storage._cdata in self._weights:
             return None
-        if tensor.is_contiguous() or _dense(tensor):
+        if tensor.is_contiguous() or is_dense(tensor):
             return int(tensor.storage_offset()) * tensor.element_size(), size
         broadcast = any(
             stride == 0 and count > 1
@@ -75,15 +76,3 @@ class SavedRanges:
         counter = tensor.detach()
         counter.data = empty
         return counter
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether a permuted tensor covers a range of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -15,7 +15,7 @@ from torch import nn
 from ts_core.errors import DataError, OutOfBudgetError, StateError
 from ts_core.memory.arena import PinnedArena
 from ts_core.store import BlockImage, Leaf, build_image, tensor_leaves
-from ts_core.store.leaves import is_wrapper
+from ts_core.store.leaves import is_dense, is_wrapper
 
 
 class BlockState:
@@ -209,7 +209,7 @@ def _settle(leaf: Leaf, dtype: torch.dtype | None) -> None:
     now = leaf.get()
     convert = dtype is not None and leaf.attribute is None and now.is_floating_point()
     wanted = now.to(dtype) if convert else now
-    if not _is_dense(wanted):
+    if not is_dense(wanted):
         wanted = wanted.contiguous()
     owner = leaf.owner
     gradient, owner.grad = (owner.grad, None) if owner.is_leaf else (None, None)
@@ -219,14 +219,3 @@ def _settle(leaf: Leaf, dtype: torch.dtype | None) -> None:
         # Its memory moves to the host with the image: the gradient is given back after that.
         leaf.set(wanted.to("cpu"))
         owner.grad = gradient.to(device="cpu", dtype=wanted.dtype)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -13,7 +13,7 @@ from ts_core.device.base import Event
 from ts_core.errors import StateError
 from ts_core.memory.arena import PinnedArena
 from ts_core.store.homes import TrainedHome
-from ts_core.store.leaves import Leaf, is_wrapper, tensor_leaves
+from ts_core.store.leaves import Leaf, is_dense, is_wrapper, tensor_leaves
 from ts_core.store.sources import MemorySource, Source
 
 ALIGNMENT = 256
@@ -285,15 +285,7 @@ def _movable(tensor: torch.Tensor) -> bool:
     size_bytes = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() < size_bytes:
         return False
-    dense = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    expected = 1
-    for stride, size in dense:
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return is_dense(tensor)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

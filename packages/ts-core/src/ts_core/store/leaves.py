@@ -86,6 +86,18 @@ def _inner_leaves(name: str, wrapper: Any, owner: torch.Tensor) -> Iterator[Leaf
             yield Leaf(f"{name}.{attribute}", wrapper, attribute, owner)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a (permuted) tensor covers a range of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes that a parameter really occupies, subclass or not."""
     found = [leaf.peek() for leaf in tensor_leaves("", tensor)]

@@ -112,7 +112,15 @@ def test_replayed_equals_eager_on_the_gpu(options: dict[str, Any]) -> None:
     report = memory_report(model)
     assert eager.differences(replayed) == [], report["events"]
     assert report["replay"]["replayed_backwards"] > 0, report["events"]
-    assert report["replay"]["pool_bytes"] >= 0
+
+
+def on_the_gpu(model: TinyModel, graphs: bool) -> tuple[Any, Any, list[torch.nn.Parameter]]:
+    """The model wrapped, its optimizer, and what is trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inner = torch.optim.AdamW(trained, lr=1e-2)
+    options = {"quantize": "none", "offload": True, "recompute": False, **GPU}
+    model, optimizer = wrap(model, inner, cuda_graphs=graphs, **options)
+    return model, optimizer, trained
 
 
 @pytest.mark.gpu
@@ -121,16 +129,7 @@ def test_lengths_that_change_and_evaluation_between_steps_on_the_gpu() -> None:
     for graphs in (False, True):
         torch.manual_seed(0)
         model = tiny_model(depth=3, dropout=0.1).cuda()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        model, optimizer = wrap(
-            model,
-            torch.optim.AdamW(trained, lr=1e-2),
-            quantize="none",
-            cuda_graphs=graphs,
-            offload=True,
-            recompute=False,
-            **GPU,
-        )
+        model, optimizer, trained = on_the_gpu(model, graphs)
         found = []
         for step in range(12):
             tokens = torch.arange(2 * (5 + step % 3), device="cuda").view(2, -1) % 37
@@ -166,16 +165,7 @@ def test_a_block_that_cannot_be_captured_runs_eagerly_on_the_gpu() -> None:
             return out * (1.0 if out.sum().item() > 0 else 0.5)
 
         model.layers[1].forward = forward
-        trained = [p for p in model.parameters() if p.requires_grad]
-        model, optimizer = wrap(
-            model,
-            torch.optim.AdamW(trained, lr=1e-2),
-            quantize="none",
-            cuda_graphs=graphs,
-            offload=True,
-            recompute=False,
-            **GPU,
-        )
+        model, optimizer, _ = on_the_gpu(model, graphs)
         results.append(train(model, optimizer, STEPS, device="cuda"))
         report = memory_report(model)
     assert results[0].differences(results[1]) == []
