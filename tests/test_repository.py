@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +160,10 @@ def test_constraints_pin_everything_exactly() -> None:
     names = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
     assert len(names) == len(set(names))
     assert {"torch", "triton", "transformers", "peft", "nox", "ruff", "mypy"} <= set(names)
+
+
+def test_only_the_warning_of_torchs_own_import_is_no_error() -> None:
+    runpy.run_module("torch.utils.mkldnn", run_name="imported_again")  # inductor imports it
+    text = "`torch.jit.script_method` is deprecated."
+    with pytest.raises(DeprecationWarning, match="script_method"):
+        warnings.warn_explicit(text, DeprecationWarning, __file__, 1, module="ts_core.engine")

@@ -84,7 +84,6 @@ def test_no_full_precision_weight_is_saved(frozen: MakeLinear, codec: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # advice on a GPU
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_inductor(frozen: MakeLinear, codec: str, device: str) -> None:

@@ -98,6 +98,7 @@ def test_compiled_equals_eager(where: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # advice
 @pytest.mark.parametrize("where", WAYS)
 def test_inductor_on_a_gpu(where: str) -> None:
     wanted = losses(*wrap(tiny_model(), lr=1e-2, device="cuda", **MIXED), device="cuda")

@@ -135,7 +135,6 @@ def test_q_k_and_v_in_a_cuda_graph(layout: str | None, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_inductor(layout: str | None) -> None:
