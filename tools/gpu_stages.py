@@ -329,9 +329,20 @@ STAGES: dict[str, Stage] = {
         scripts(
             "kv",
             [_benchmark("ts-hf", "kv_cache.py")],
-            [_benchmark("ts-hf", "kv_cache.py --context 64 --layers 2")],
+            [_benchmark("ts-hf", "kv_cache.py --context 64 --layers 2 --tokens 5")],
         ),
         60.0,
+    ),
+    "trainer": Stage(
+        scripts(
+            "trainer",
+            [
+                _benchmark("ts-hf", "trainer_14b.py"),
+                _benchmark("ts-hf", "trainer_14b.py --on kernels fused_lora cuda_graphs"),
+            ],
+            [_benchmark("ts-hf", "trainer_14b.py --tiny --steps 12 --tokens 32")],
+        ),
+        200.0,
     ),
     "moe": Stage(
         scripts(

@@ -1,23 +1,56 @@
-"""Decoding with a long context: TrainStreamCache beside transformers' own caches.
+"""generate() with a long context: TrainStreamCache beside transformers' own caches.
 
     python packages/ts-hf/benchmarks/kv_cache.py [--context 65536] [--layers 12]
 
-A Qwen2-shaped model with random weights (the width and heads of 14B) decodes tokens after a cache
-of random keys and values. Times are medians per token; memory is what the cache adds on the device.
-Without a GPU it runs small, on the host, to check that it runs.
+A Qwen2-shaped model with random weights (the width and heads of 14B) goes on from a context whose
+keys and values are random, the same ones in each cache. Times are medians per token of generate();
+"peak GB" is the most device memory allocated meanwhile, "without weights" the same less the model;
+"tokens" says whether they are those of transformers' cache on the device. Without a GPU it runs
+small, on the host, to check that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, StoppingCriteria
 
 from ts_hf import TrainStreamCache
+
+WARM_UP = 3
+
+
+@dataclass
+class Decoded:
+    """What one cache gave: tokens, median seconds per token, device bytes, bytes loaded a token."""
+
+    tokens: list[int]
+    token_s: float
+    peak_bytes: int
+    added_bytes: int
+    load_bytes: float
+
+
+class Clock(StoppingCriteria):  # type: ignore[misc]
+    """Takes the time after every token of generate(), and stops nothing."""
+
+    def __init__(self, paged: Any) -> None:
+        self.times: list[float] = []
+        self.loaded: list[int] = []
+        self._paged = paged
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Called by generate() after each token."""
+        _synchronize()
+        self.times.append(time.perf_counter())
+        self.loaded.append(0 if self._paged is None else self._paged.stats()["load_bytes"])
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def main() -> None:
@@ -26,8 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--context", type=int, default=65536 if cuda else 512)
     parser.add_argument("--layers", type=int, default=12 if cuda else 4)
-    parser.add_argument("--tokens", type=int, default=12 if cuda else 3)
+    parser.add_argument("--tokens", type=int, default=16 if cuda else 6)
     asked = parser.parse_args()
+    if asked.tokens < WARM_UP + 2:
+        parser.error(f"--tokens {asked.tokens}: at least {WARM_UP + 2} are needed")
     device = torch.device("cuda" if cuda else "cpu")
     config = Qwen2Config(
         vocab_size=32000,
@@ -38,7 +73,10 @@ def main() -> None:
         num_key_value_heads=8 if cuda else 2,
         max_position_embeddings=asked.context + 4096,
         use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=None,
     )
+    torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     room = asked.context + asked.tokens + 8
@@ -55,12 +93,24 @@ def main() -> None:
             lambda: DynamicCache(config=config, offloading=True),
         )
         makers.insert(1, offloaded)
-    print(f"{asked.layers} layers, context {asked.context}, batch 1, {config.dtype or 'bf16'}")
-    print(f"{'cache':34}{'ms per token':>14}{'device GB':>11}{'GB/s loaded':>13}")
+    print(f"{asked.layers} layers, context {asked.context}, batch 1, bf16")
+    print(
+        f"{'cache':34}{'ms/token':>10}{'tokens/s':>10}{'peak GB':>9}{'without weights':>17}"
+        f"{'GB/s loaded':>13}  tokens"
+    )
+    wanted: list[int] = []
     for name, make in makers:
-        seconds, held, loaded = decode(model, make(), config, asked, device)
-        rate = f"{loaded / seconds / 1e9:13.1f}" if loaded else ""
-        print(f"{name:34}{seconds * 1e3:14.1f}{held / 1e9:11.2f}{rate}", flush=True)
+        found = decode(model, make(), config, asked, device)
+        wanted = wanted or found.tokens
+        memory = f"{'':26}"
+        if cuda:
+            memory = f"{found.peak_bytes / 1e9:9.2f}{found.added_bytes / 1e9:17.2f}"
+        rate = f"{found.load_bytes / found.token_s / 1e9:13.1f}" if found.load_bytes else f"{'':13}"
+        same = "the same" if found.tokens == wanted else "others"
+        print(
+            f"{name:34}{found.token_s * 1e3:10.1f}{1 / found.token_s:10.1f}{memory}{rate}  {same}",
+            flush=True,
+        )
 
 
 def _ours(model: Any, room: int, count: int) -> Any:
@@ -69,40 +119,54 @@ def _ours(model: Any, room: int, count: int) -> Any:
 
 def decode(
     model: Any, cache: Any, config: Qwen2Config, asked: argparse.Namespace, device: torch.device
-) -> tuple[float, int, float]:
-    """Median seconds per token, device bytes of the cache, bytes loaded per token."""
+) -> Decoded:
+    """Fill the cache, generate tokens, and close the cache."""
     cuda = device.type == "cuda"
+    before = 0
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     size = config.hidden_size // config.num_attention_heads
     shape = (1, config.num_key_value_heads, asked.context, size)
-    with torch.no_grad():
-        for layer in range(asked.layers):
-            keys = torch.randn(shape, device=device, dtype=torch.bfloat16)
-            cache.update(keys, torch.randn_like(keys), layer)
+    generator = torch.Generator(device).manual_seed(1)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": generator}
+    for layer in range(asked.layers):
+        keys = torch.randn(shape, **options)
+        cache.update(keys, torch.randn(shape, **options), layer)
         del keys
-        times = []
-        token = torch.ones(1, 1, dtype=torch.long, device=device)
-        paged = getattr(cache, "paged", None)
-        loaded = 0.0
-        for step in range(asked.tokens):
-            if paged is not None and step == 3:
-                loaded = -paged.stats()["load_bytes"]
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    held = torch.cuda.memory_allocated() - before if cuda else 0
+    _synchronize()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    paged = getattr(cache, "paged", None)
+    clock = Clock(paged)
+    prompt = torch.ones(1, asked.context + 1, dtype=torch.long, device=device)
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=asked.tokens,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=[clock],
+    )
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
     if paged is not None:
-        loaded = (loaded + paged.stats()["load_bytes"]) / max(len(times) - 3, 1)
         paged.close()
-    return statistics.median(times[3:] or times), held, loaded
+    times, loaded = clock.times[WARM_UP:], clock.loaded[WARM_UP:]
+    each = [after - before for before, after in itertools.pairwise(times)]
+    return Decoded(
+        tokens=made[0, asked.context + 1 :].tolist(),
+        token_s=statistics.median(each),
+        peak_bytes=peak,
+        added_bytes=peak - before,
+        load_bytes=(loaded[-1] - loaded[0]) / len(each),
+    )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
