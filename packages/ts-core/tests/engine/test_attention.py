@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from ts_core import OffloadAdamW, memory_report, unwrap, wrap
 from ts_core.device import HostDevice, resolve_device
 from ts_core.engine import attention
 from ts_core.engine.attention import AttentionChoice, time_backends
+from ts_core.engine.attention_order import settle_torchs_order
 
 
 class SeparateHost(HostDevice):
@@ -48,6 +50,8 @@ class Attends(nn.Module):
 
 @pytest.fixture(autouse=True)
 def order_is_put_back() -> Iterator[None]:
+    if torch.cuda.is_available():
+        settle_torchs_order(torch.device("cuda"))  # torch's first call would change it
     before = order()
     yield
     assert order() == before
@@ -234,6 +238,64 @@ def test_on_a_gpu(asked: str) -> None:
     assert (found[0] - found[1]).abs().max() <= 0.05
     if asked == "auto":
         assert {"flash", "math"} <= made.timings_ms.keys() and said
+
+
+FIRST_CALL = """
+import sys, torch
+from torch.nn import functional as F
+from ts_core import wrap
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.seen = []
+    def forward(self, x):
+        x = self.inner(x).view(1, 1, -1, 64)
+        for _ in range(2):
+            x = F.scaled_dot_product_attention(x, x, x)
+            self.seen.append(list(torch._C._get_sdp_priority_order()))
+        return x
+
+model = Net()
+if sys.argv[1] != "none":
+    model, optimizer = wrap(model, lr=1e-3, device="cuda", attention=sys.argv[1])
+x = torch.randn(8, 64, dtype=torch.bfloat16, device="cuda")
+model.cuda()(x).sum().backward()
+print(model.seen, "|", list(torch._C._get_sdp_priority_order()))
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_attention_call_of_a_process_keeps_both_orders(run_python: Any) -> None:
+    """torch sets its order for the GPU in that call: not over the one asked for, and not lost."""
+    _, own = run_python(FIRST_CALL, "none").stdout.split("|")
+    for name, backend in (("efficient", SDPBackend.EFFICIENT_ATTENTION), ("math", SDPBackend.MATH)):
+        inside, after = run_python(FIRST_CALL, name).stdout.split("|")
+        assert [seen[0] for seen in json.loads(inside)] == [int(backend)] * 2
+        assert json.loads(after) == json.loads(own)
+
+
+def test_torchs_own_order_is_in_place_before_another_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose first attention call changes the order of the process."""
+    usual = order()
+    own = [int(SDPBackend.CUDNN_ATTENTION), *(k for k in usual if k != 3)]
+    asked: list[torch.device] = []
+
+    def first_call(device: torch.device) -> None:
+        asked.append(device)
+        torch._C._set_sdp_priority_order(own)
+
+    monkeypatch.setattr(attention, "settle_torchs_order", first_call)
+    model = Attends()
+    made, _ = choice("math", model, SeparateHost())
+    try:
+        model(torch.randn(2, 12, 16))
+        assert asked == [torch.device("cpu")] and order() == own
+        assert model.seen.pop()[0] == int(SDPBackend.MATH)
+    finally:
+        made.remove()
+        torch._C._set_sdp_priority_order(usual)
 
 
 class Big(Attends):

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device
-from ts_core.engine.attention_order import attention_order
+from ts_core.engine.attention_order import attention_order, settle_torchs_order
 from ts_core.engine.own_forward import OwnForward
 from ts_core.engine.turns import in_backward
 
@@ -89,6 +89,7 @@ class AttentionChoice:
         """
         if self.mode is None or (self.backend is None and not self._undecided):
             return
+        settle_torchs_order(self._device.torch_device)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 
 
@@ -24,6 +25,20 @@ _mine = _Mine()
 _lock = threading.Lock()
 _open = 0
 _before: Sequence[SDPBackend] = ()
+
+
+def settle_torchs_order(device: torch.device) -> None:
+    """Let torch put its order in place now, which it does at the first attention call on a GPU.
+
+    On some GPUs (Hopper) that is another order than before, written over whatever is in force. So
+    it must not come while `attention_order` is open: the order asked for would not count, and
+    torch's own would be lost when the one from before comes back. No kernel is launched.
+    """
+    if device.type != "cuda":
+        return
+    tiny = torch.empty(1, 1, 1, 8, dtype=torch.float16, device=device)
+    with torch.cuda.device(device):
+        torch._fused_sdp_choice(tiny, tiny, tiny)
 
 
 @contextmanager
