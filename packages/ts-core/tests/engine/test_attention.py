@@ -172,6 +172,24 @@ def test_auto_times_once_and_takes_the_fastest(monkeypatch: pytest.MonkeyPatch) 
     made.remove()
 
 
+def test_auto_stops_looking_where_there_is_no_call_to_time() -> None:
+    """The mode that looks stands in the way of block replay."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    made, said = choice("auto", model, SeparateHost())
+    modes: list[int] = []
+    model[0].register_forward_hook(
+        lambda *_: modes.append(torch._C._len_torch_function_stack())  # type: ignore[func-returns-value]
+    )
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        model(x)
+    for _ in range(attention._LOOKS + 1):
+        model(x).sum().backward()
+    assert modes == [0, *[1] * attention._LOOKS, 0]
+    assert "no call without a mask" in said[-1] and len(said) == 1
+    made.remove()
+
+
 def test_timing_leaves_the_generators_and_the_values_alone() -> None:
     query = torch.randn(2, 2, 12, 8, requires_grad=True)
     before = torch.get_rng_state()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,11 +67,22 @@ def runs_eagerly(*tensors: Tensor) -> bool:
 
     Then the operator's implementation may be called directly, without torch's dispatcher, which
     costs a small kernel more host time than its launch.
+
+    A dispatch mode that only watches, and must not change what runs, has a method
+    `sees_inputs(tensors)`: it is told these tensors, and counts as none.
     """
     for tensor in tensors:
         if type(tensor) not in ORDINARY:
             return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-    )
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 or _only_watched(tensors)
+
+
+def _only_watched(tensors: Sequence[Tensor]) -> bool:
+    watchers = [getattr(mode, "sees_inputs", None) for mode in _get_current_dispatch_mode_stack()]
+    if None in watchers:
+        return False
+    for sees in watchers:
+        sees(tensors)  # type: ignore[misc]
+    return True

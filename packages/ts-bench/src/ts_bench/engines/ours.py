@@ -143,6 +143,7 @@ def _details(model: nn.Module) -> dict[str, Any]:
         "pinned": _plain(report.get("pinned")),
         "optimizer": _plain(report.get("optimizer")),
         "activations": _plain(report.get("activations")),
+        "replay": _plain(report.get("replay")),
     }
 
 

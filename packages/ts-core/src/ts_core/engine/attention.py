@@ -38,6 +38,9 @@ BACKENDS = {
 WORTH_MS = 0.2
 GAIN = 0.95
 _TRIALS = 5
+# Training forwards in which "auto" looks for a call to time. A mode that looks also stands in the
+# way of others (block replay), so a model without such calls is let go.
+_LOOKS = 3
 
 
 class _Entered(threading.local):
@@ -72,6 +75,7 @@ class AttentionChoice:
         self._device = device
         self._say = say
         self._undecided = asked == "auto" and device.separate_memory
+        self._looks = 0
         if asked == "auto" and not self._undecided:
             say("attention='auto': torch's own order, as there is no GPU to time")
         self._order: list[SDPBackend] | None = None
@@ -95,14 +99,15 @@ class AttentionChoice:
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             plain = kwargs.get("attention_mask") is None and kwargs.get("position_ids") is None
             context: AbstractContextManager[Any] = attention_order(None)
-            if plain and self._undecided and module.training:
+            training = module.training and torch.is_grad_enabled()
+            if plain and training and self._looks_again():
                 context = _FirstShape(self._decide)
             elif plain:
                 order = self._order_now()
                 context = attention_order(order)
-                if module.training and torch.is_grad_enabled():
+                if training:
                     self._order = order
-            elif module.training and torch.is_grad_enabled():
+            elif training:
                 self._order = None
             context.__enter__()
             self._here.contexts.append(context)
@@ -135,6 +140,14 @@ class AttentionChoice:
     def report(self) -> dict[str, Any]:
         """For memory_report()."""
         return {"mode": self.mode, "backend": self.backend, "timings_ms": dict(self.timings_ms)}
+
+    def _looks_again(self) -> bool:
+        """Whether a forward is to be searched for a call to time."""
+        if self._undecided and self._looks == _LOOKS:
+            self._undecided = False
+            self._say("attention='auto': torch's own order, as no call without a mask was found")
+        self._looks += 1
+        return self._undecided
 
     def _order_now(self) -> list[SDPBackend] | None:
         """The order under the determinism asked for now."""

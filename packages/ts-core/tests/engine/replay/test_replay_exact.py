@@ -110,8 +110,8 @@ def test_replayed_equals_eager_on_the_gpu(options: dict[str, Any]) -> None:
     _, eager = run(False, **options)
     model, replayed = run(True, **options)
     report = memory_report(model)
-    assert eager.differences(replayed) == [], report["events"]
-    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+    assert eager.differences(replayed) == [], "\n".join(report["events"])
+    assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
 
 
 def on_the_gpu(model: TinyModel, graphs: bool) -> tuple[Any, Any, list[torch.nn.Parameter]]:
@@ -148,7 +148,7 @@ def test_lengths_that_change_and_evaluation_between_steps_on_the_gpu() -> None:
         report = memory_report(model)
     for k, (eager, replayed) in enumerate(zip(*results, strict=True)):
         assert torch.equal(eager, replayed), (k, report["events"])
-    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+    assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
 
 
 @pytest.mark.gpu
@@ -169,5 +169,5 @@ def test_a_block_that_cannot_be_captured_runs_eagerly_on_the_gpu() -> None:
         results.append(train(model, optimizer, STEPS, device="cuda"))
         report = memory_report(model)
     assert results[0].differences(results[1]) == []
-    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+    assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
     assert report["replay"]["eager"], report["events"]

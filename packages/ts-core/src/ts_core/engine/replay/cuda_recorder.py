@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ts_core.engine.replay.recorder import Recorded, Recorder
+from ts_core.engine.replay.signature import NotReplayable
 
 
 class CudaGraph(Recorded):
@@ -66,17 +67,19 @@ class CudaRecorder(Recorder):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
+                except NotReplayable:  # our own refusal, with the capture in order
+                    self._abandon(graph)
+                    raise
                 except BaseException:
+                    self.broken = True
                     self._abandon(graph)
                     raise
                 try:
                     graph.capture_end()
                 except RuntimeError:
+                    self.broken = True
                     self._stop_allocating()
                     raise
-        except BaseException:
-            self.broken = True
-            raise
         finally:
             if collects:
                 gc.enable()
@@ -94,6 +97,7 @@ class CudaRecorder(Recorder):
         try:
             graph.capture_end()
         except RuntimeError:  # the work's own error says more, and is raised
+            self.broken = True
             self._stop_allocating()
 
     def _stop_allocating(self) -> None:

@@ -56,6 +56,11 @@ class Inspector(TorchDispatchMode):
                 self._made[key] = StorageWeakRef(storage)
         return result
 
+    def sees_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Told by kernels that are launched without an operator (ts_kernels): what they read."""
+        for tensor in _plain_in(tensors):
+            self._look_at_input(tensor)
+
     def alive(self) -> bool:
         """Whether something made in the call is still held by somebody."""
         return any(not reference.expired() for reference in self._made.values())
@@ -67,9 +72,7 @@ class Inspector(TorchDispatchMode):
         devices = set()
         for tensor in _plain_in((args, kwargs)):
             devices.add(tensor.device.type)
-            key = tensor.untyped_storage()._cdata
-            if key not in self._known and key not in self._made:
-                self.outside.setdefault(key, tensor)
+            self._look_at_input(tensor)
         target = kwargs.get("device")
         if target is not None and args:
             devices.add(torch.device(target).type)
@@ -78,6 +81,11 @@ class Inspector(TorchDispatchMode):
             self._found("it copies between the host and the device")
         if func._schema.is_mutable:
             self._look_at_writes(func, args, kwargs)
+
+    def _look_at_input(self, tensor: torch.Tensor) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._known and key not in self._made:
+            self.outside.setdefault(key, tensor)
 
     def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for number, argument in enumerate(func._schema.arguments):

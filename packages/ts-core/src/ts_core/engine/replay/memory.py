@@ -21,6 +21,8 @@ from ts_core.store.pager import ParamPager
 from ts_core.store.saved_views import SavedView
 
 _ALIGNMENT = 256
+_SEEDS = (torch.int64, torch.uint64)
+_MOST_SEEDS = 64
 
 
 class Scratch:
@@ -92,6 +94,9 @@ class SavedMemory:
         self._offsets: list[int] = []
         self._buffer: torch.Tensor | None = None
         self._next = 0
+        self._final = False
+        self._seeds: torch.Tensor | None = None
+        self._next_seed = 0
         self._seen: dict[Any, tuple[int, StorageWeakRef]] = {}
         for param in weights.params:
             if is_wrapper(param):
@@ -100,10 +105,12 @@ class SavedMemory:
     def allocate(self) -> None:
         """Make memory for what the first pass saved."""
         self._buffer = torch.empty(self.size_bytes, dtype=torch.uint8, device=self._device)
+        self._seeds = torch.empty(_MOST_SEEDS, dtype=torch.int64, device=self._device)
 
-    def begin(self) -> None:
-        """A pass begins."""
-        self._next = 0
+    def begin(self, final: bool = False) -> None:
+        """A pass begins; the `final` one is recorded."""
+        self._final = final
+        self._next = self._next_seed = 0
         self._seen.clear()
         self._ranges = {}
         for leaf in self._weights.leaves:
@@ -148,9 +155,11 @@ class SavedMemory:
         if key in self._outside:
             return tensor.detach()
         if tensor.device != self._device:
-            if self._random:  # the seeds of dropout, say, which are other ones in each call
+            if self._random and self._final:  # a seed of dropout, another one in each call
                 raise NotReplayable("autograd saves a tensor of the host in a block with dropout")
             return tensor.detach()
+        if tensor.dim() == 0 and tensor.dtype in _SEEDS:
+            return self._copy_seed(tensor)
         return self._copy(tensor, key)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -184,6 +193,18 @@ class SavedMemory:
         kept = flat.as_strided(tensor.shape, tensor.stride())
         if seen is None:
             own_memory(kept).copy_(own_memory(tensor.detach()))
+        return kept
+
+    def _copy_seed(self, tensor: torch.Tensor) -> Any:
+        """Attention saves the state of random numbers on the host, but on the device in a capture
+        (with and without dropout): such values count as no part of what is saved each time."""
+        if self._seeds is None:
+            return tensor.detach()
+        if self._next_seed == _MOST_SEEDS:
+            raise NotReplayable(f"it saves more than {_MOST_SEEDS} integers for backward")
+        kept = self._seeds[self._next_seed].view(tensor.dtype)
+        self._next_seed += 1
+        kept.copy_(tensor.detach())
         return kept
 
     def _plan(self, entry: tuple[int, torch.dtype]) -> None:

@@ -234,7 +234,7 @@ class Recording:
                 self._work_backward()
 
         recorder.warm_up(once_more)
-        self._forward_recorded = recorder.record(self._work_forward)
+        self._forward_recorded = recorder.record(lambda: self._work_forward(final=True))
         if self._gradients:
             self._backward_recorded = recorder.record(self._work_backward)
 
@@ -260,13 +260,13 @@ class Recording:
         for k in which:
             own_memory(self._args[k]).copy_(own_memory(tensors[k]))
 
-    def _work_forward(self) -> None:
+    def _work_forward(self, final: bool = False) -> None:
         if not self._gradients or self.mode == RECOMPUTE:
             with torch.no_grad(), _casts_anew(self._device):
                 result = self._call([tensor.detach() for tensor in self._args])
             self._note(result)
             return
-        self.saved.begin()
+        self.saved.begin(final)
         hooks = torch.autograd.graph.saved_tensors_hooks(self.saved.pack, self.saved.unpack)
         with self._ready_for_gradients() as leaves:
             with hooks:
