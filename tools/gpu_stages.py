@@ -179,7 +179,9 @@ def scripts(
             command = [sys.executable, *shlex.split(text)]
             status, output = context.runner.script(name, command, end - time.monotonic())
             failed += status != "ok"
-            notes += [f"{line.split()[0].rpartition('/')[2]}: {status}", tail(output, 24, 130)]
+            first, *others = line.split()
+            shown = " ".join(others[:2]) if first == "-m" else first.rpartition("/")[2]
+            notes += [f"{shown}: {status}", tail(output, 24, 170)]
         return "ok" if not failed else f"failed ({failed} of {len(lines)})", "\n".join(notes)
 
     return run
@@ -363,6 +365,14 @@ STAGES: dict[str, Stage] = {
             "adam",
             ["-m ts_bench adam --rounds 9 --json {out}/adam.json"],
             ["-m ts_bench adam --rounds 2 --millions 1 --json {out}/adam.json"],
+        ),
+        60.0,
+    ),
+    "machine": Stage(
+        scripts(
+            "machine",
+            ["-m ts_bench machine --json {out}/machine.json"],
+            ["-m ts_bench machine --tiny --json {out}/machine.json"],
         ),
         60.0,
     ),

@@ -12,7 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-from ts_bench import adam_command, page_command, quality_command, records, suite_command
+from ts_bench import (
+    adam_command,
+    machine_command,
+    page_command,
+    quality_command,
+    records,
+    suite_command,
+)
 from ts_bench.records import Record
 from ts_bench.scenarios import GB, SCENARIOS, Scenario, get_scenario
 from ts_core.errors import OptionError, TrainStreamError
@@ -44,6 +51,9 @@ class BenchCommand:
             subparsers.add_parser("page", help="a page for docs/benchmarks from recorded files")
         )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
+        machine_command.configure(
+            subparsers.add_parser("machine", help="rates of this machine, and what waits cost")
+        )
         quality_command.configure(
             subparsers.add_parser("quality", help="perplexity of every quantized format")
         )
