@@ -12,6 +12,8 @@ from ts_core.engine.replay.host_recorder import HostRecorder
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 
 STEPS = 4
+# On a GPU placement and slots are tried out for longer; nothing is recorded before they settle.
+GPU_STEPS = 16
 
 
 def run(
@@ -21,6 +23,7 @@ def run(
     autocast: torch.dtype | None = None,
     length: int = 7,
     device: str = "host",
+    steps: int = STEPS,
     **options: Any,
 ) -> tuple[TinyModel, TrainingRecord]:
     where = "cpu" if device == "host" else device
@@ -40,7 +43,7 @@ def run(
         record = train(
             model,
             optimizer,
-            STEPS,
+            steps,
             accumulation=2,
             autocast=autocast,
             length=length,
@@ -106,7 +109,7 @@ GPU: dict[str, Any] = {"device": "cuda", "activation_offload": False}
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_replayed_equals_eager_on_the_gpu(options: dict[str, Any]) -> None:
     """With real graphs; updates by the host in both, so that all else is the same."""
-    options = {"recompute": False, **options, **GPU}
+    options = {"recompute": False, "steps": GPU_STEPS, **options, **GPU}
     _, eager = run(False, **options)
     model, replayed = run(True, **options)
     report = memory_report(model)
@@ -166,7 +169,7 @@ def test_a_block_that_cannot_be_captured_runs_eagerly_on_the_gpu() -> None:
 
         model.layers[1].forward = forward
         model, optimizer, _ = on_the_gpu(model, graphs)
-        results.append(train(model, optimizer, STEPS, device="cuda"))
+        results.append(train(model, optimizer, GPU_STEPS, device="cuda"))
         report = memory_report(model)
     assert results[0].differences(results[1]) == []
     assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
