@@ -14,10 +14,12 @@ from trainstream._lazy import load
 
 if TYPE_CHECKING:
     from ts_core import ActivationOffloader as ActivationOffloader
+    from ts_core import GradientOffloader as GradientOffloader
     from ts_core import HardwareProfile as HardwareProfile
     from ts_core import OffloadAdamW as OffloadAdamW
     from ts_core import PagedKVCache as PagedKVCache
     from ts_core import ParamPager as ParamPager
+    from ts_core import ParamReadyHooks as ParamReadyHooks
     from ts_core import StreamedModel as StreamedModel
     from ts_core import TrainStreamError as TrainStreamError
     from ts_core import TrainStreamSession as TrainStreamSession
@@ -60,10 +62,12 @@ __version__ = "0.8.0"
 # Public name -> module that has it.
 _HOME = {
     "ActivationOffloader": "ts_core",
+    "GradientOffloader": "ts_core",
     "HardwareProfile": "ts_core",
     "OffloadAdamW": "ts_core",
     "PagedKVCache": "ts_core",
     "ParamPager": "ts_core",
+    "ParamReadyHooks": "ts_core",
     "StreamedModel": "ts_core",
     "TrainStreamError": "ts_core",
     "TrainStreamSession": "ts_core",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ts_core.errors import TrainStreamError
     from ts_core.memory.arena import pinned_stats, reserve_pinned
     from ts_core.optim import OffloadAdamW
+    from ts_core.optim.offloader import GradientOffloader
+    from ts_core.optim.ready import ParamReadyHooks
     from ts_core.schedule import HardwareProfile, profile_hardware
     from ts_core.store import ParamPager
     from ts_core.transfer import transfer_stats
@@ -33,10 +35,12 @@ __version__ = "0.8.0"
 
 _WHERE = {
     "ActivationOffloader": "ts_core.engine.activation_offloader",
+    "GradientOffloader": "ts_core.optim.offloader",
     "HardwareProfile": "ts_core.schedule",
     "OffloadAdamW": "ts_core.optim",
     "PagedKVCache": "ts_core.engine.kv_cache",
     "ParamPager": "ts_core.store",
+    "ParamReadyHooks": "ts_core.optim.ready",
     "StreamedModel": "ts_core.engine.streamed",
     "TrainStreamError": "ts_core.errors",
     "TrainStreamSession": "ts_core.engine",
@@ -54,10 +58,12 @@ _WHERE = {
 
 __all__ = [
     "ActivationOffloader",
+    "GradientOffloader",
     "HardwareProfile",
     "OffloadAdamW",
     "PagedKVCache",
     "ParamPager",
+    "ParamReadyHooks",
     "StreamedModel",
     "TrainStreamError",
     "TrainStreamSession",

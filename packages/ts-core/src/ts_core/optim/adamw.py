@@ -25,8 +25,8 @@ from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
 from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
-from ts_core.optim.ownership import own, owners
-from ts_core.optim.read_guard import compiled_code_in_use
+from ts_core.optim.ownership import disown, own, owners
+from ts_core.optim.read_guard import Flight, compiled_code_in_use
 from ts_core.optim.resident import ResidentAdamW, move_to_device
 from ts_core.optim.shown import ShownOptimizer
 from ts_core.optim.storage import Storage
@@ -215,6 +215,7 @@ class OffloadAdamW(ShownOptimizer):
         self._handles.clear()
         for group in self.param_groups:
             unmark_streamed(group["params"])
+            disown(self, group["params"])
         self._attached = False
 
     def adopt(
@@ -305,6 +306,8 @@ class OffloadAdamW(ShownOptimizer):
             return
         made = move_to_device(self._updates, self.param_groups, self.updates, self._say)
         self.detach()
+        for group in self.param_groups:
+            own(self, group["params"])
         self._resident = made
         self._show_resident()
         self._updates.clear()
@@ -320,7 +323,7 @@ class OffloadAdamW(ShownOptimizer):
         # A weak reference: a hook that held the optimizer would keep both alive for ever.
         hook = functools.partial(_forward_gradient, weakref.ref(self))
         for other in owners(params):
-            if isinstance(other, OffloadAdamW) and other is not self:
+            if other is not self:
                 other.displace()
         own(self, params)
         for param in params:
@@ -395,6 +398,11 @@ class OffloadAdamW(ShownOptimizer):
             self.after_step()
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
+
+    def flight_of(self, param: torch.nn.Parameter) -> Flight | None:
+        """The last update of `param` while it is (or may be) on its way."""
+        where = self._updates.where.get(param)
+        return None if where is None else self._updates.buckets[where[0]].flight
 
     @property
     def reads_wait(self) -> bool:

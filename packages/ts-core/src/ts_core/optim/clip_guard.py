@@ -72,7 +72,8 @@ def _guard(original: Callable[..., Any]) -> Callable[..., Any]:
             raise StateError(
                 f"torch.nn.utils.{original.__name__} finds no gradients: they have streamed to "
                 f"host memory during backward. Pass max_grad_norm=... to trainstream.wrap() or "
-                f"OffloadAdamW instead, which clips the exact global norm."
+                f"OffloadAdamW instead, which clips the exact global norm; with a "
+                f"GradientOffloader clip what its take() returns."
             )
         return original(parameters, *args, **kwargs)
 

@@ -10,7 +10,7 @@ import torch
 
 from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
-from ts_core.optim.layout import FlatLayout
+from ts_core.optim.layout import FlatPieces
 from ts_core.optim.parts import PartSums
 from ts_core.transfer import CopyEngine
 
@@ -54,7 +54,7 @@ class Gradients:
     """Collects gradients where the update will read them.
 
     Args:
-        layout: of the bucket.
+        layout: where each parameter's gradient lies in the flat tensor.
         copies: engine of the link.
         arena: where host buffers that cross the link come from.
         parts: adds what later passes bring to what is in host memory.
@@ -67,7 +67,7 @@ class Gradients:
 
     def __init__(
         self,
-        layout: FlatLayout,
+        layout: FlatPieces,
         copies: CopyEngine,
         arena: PinnedArena,
         parts: PartSums,

@@ -67,21 +67,17 @@ def partition(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parame
     return buckets
 
 
-class FlatLayout:
-    """The parameters of one bucket in flat memory.
-
-    Many small parameters, or one that is not contiguous, are moved into one buffer at
-    construction: their values and shapes stay. A single contiguous one is left where it is.
+class FlatPieces:
+    """Tensors of several parameters back to back in one flat tensor.
 
     Args:
         params: of one dtype and device.
 
     Attributes:
+        dtype: of the parameters.
         offsets: of each parameter, in elements.
         sizes: of each parameter, in elements.
         numel: of the whole piece, padding between parameters included.
-        bases: per parameter, where its random bits start (stochastic rounding): a multiple of PAD
-            that depends on its place in the optimizer alone, not on how parameters are grouped.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -94,21 +90,11 @@ class FlatLayout:
             self.offsets.append(offset)
             offset += -(-size // PAD) * PAD if len(params) > 1 else size
         self.numel = offset
-        self.bases = list(self.offsets)
-        alone = len(params) == 1 and local(params[0]).is_contiguous()
-        self._flat = None if alone else self._rehome()
-        self._seen = [(-1, -1)] * len(self.params)
-        if self._flat is not None:
-            self.note_values()
 
     @property
     def many(self) -> bool:
         """Whether there is more than one parameter."""
         return len(self.params) > 1
-
-    def flat(self) -> torch.Tensor:
-        """The parameters' memory, 1-D [numel], in their dtype, on their device."""
-        return self._flat if self._flat is not None else local(self.params[0].data).view(-1)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat [numel] tensor in the parameters' shapes."""
@@ -118,6 +104,34 @@ class FlatLayout:
         """One parameter's part of a flat [numel] tensor, in its shape."""
         offset, size = self.offsets[position], self.sizes[position]
         return flat[offset : offset + size].view(local(self.params[position].data).shape)
+
+
+class FlatLayout(FlatPieces):
+    """The parameters of one bucket in flat memory.
+
+    Many small parameters, or one that is not contiguous, are moved into one buffer at
+    construction: their values and shapes stay. A single contiguous one is left where it is.
+
+    Args:
+        params: of one dtype and device.
+
+    Attributes:
+        bases: per parameter, where its random bits start (stochastic rounding): a multiple of PAD
+            that depends on its place in the optimizer alone, not on how parameters are grouped.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__(params)
+        self.bases = list(self.offsets)
+        alone = len(params) == 1 and local(params[0]).is_contiguous()
+        self._flat = None if alone else self._rehome()
+        self._seen = [(-1, -1)] * len(self.params)
+        if self._flat is not None:
+            self.note_values()
+
+    def flat(self) -> torch.Tensor:
+        """The parameters' memory, 1-D [numel], in their dtype, on their device."""
+        return self._flat if self._flat is not None else local(self.params[0].data).view(-1)
 
     def writing(self) -> AbstractContextManager[object]:
         """To be open while an update is queued."""

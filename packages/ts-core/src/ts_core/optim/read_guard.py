@@ -246,6 +246,17 @@ def in_flight(param: nn.Parameter) -> bool:
     return type(param) is ParameterInFlight
 
 
+def flight_of(param: nn.Parameter) -> Flight | None:
+    """The update that reads of `param` wait for at present."""
+    flight: Flight | None = param.__dict__.get(_FLIGHT) if in_flight(param) else None
+    return flight
+
+
+def wait_for(param: nn.Parameter) -> None:
+    """Wait as a read of `param` does."""
+    _settle([param])
+
+
 def _forget(key: int, _: object) -> None:
     _flying.pop(key, None)
 
