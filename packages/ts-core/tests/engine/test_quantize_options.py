@@ -219,9 +219,23 @@ def test_outliers_reach_the_stored_weights_and_are_said_to_do_nothing_without() 
     wrap(model, device="host", quantize="nvfp4", outliers="auto", nvfp4_backward=True)
     for parameter in _stored(model).values():
         assert parameter._matmul.outliers == 0.01 and parameter._matmul.nvfp4_backward
+    assert memory_report(model)["params"]["outliers"] == 0.01
     model = tiny_model(2, WIDTH)
     wrap(model, device="host", quantize="none", outliers=0.05)
-    assert any("nothing to do" in event for event in memory_report(model)["events"])
+    report = memory_report(model)
+    assert any("nothing to do" in event for event in report["events"])
+    assert report["params"]["outliers"] == 0.0
+
+
+@needs_codecs
+@pytest.mark.parametrize("asked, share", [(True, 0.01), (0.05, 0.05), (0, 0.0), (None, 0.0)])
+def test_the_report_has_the_share_of_outliers_that_weights_were_given(
+    asked: Any, share: float
+) -> None:
+    model = tiny_model(2, WIDTH)
+    wrap(model, device="host", quantize="nvfp4", outliers=asked, nvfp4_backward=True)
+    assert {p._matmul.outliers for p in _stored(model).values()} == {share}
+    assert memory_report(model)["params"]["outliers"] == share
 
 
 def test_a_codec_without_a_storer_says_so() -> None:

@@ -24,7 +24,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         gpu (allocated, reserved, peak_allocated; on the host device of the streaming pool),
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
-        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks;
+        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks,
+        outliers, the share of input channels that stored weights were given;
         bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
         disk_bytes, kept there, and disk_read_bytes),
         activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes),
@@ -97,6 +98,7 @@ def _params(session: TrainStreamSession) -> dict[str, Any]:
         "quantized_blocks": sum(
             any(type(p) is not nn.Parameter for p in block.parameters()) for block in session.blocks
         ),
+        "outliers": session.quantized.get("outliers", 0.0),
         "block_bytes": sum(stored_bytes(p) for block in session.blocks for p in block.parameters()),
         "slots": 0 if pager is None else len(pager.ring.slots),
         "slot_bytes": 0 if pager is None else pager.ring.slot_bytes,

@@ -90,22 +90,34 @@ def start_adapters(model: nn.Module, log: Callable[[str], None]) -> None:
         warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str], None]) -> None:
-    """Hand `outliers` and `nvfp4_backward` to the codecs of the stored weights."""
+# What outliers="auto" and True stand for in every codec.
+OUTLIER_SHARE = 0.01
+
+
+def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str], None]) -> float:
+    """Hand `outliers` and `nvfp4_backward` to the codecs of the stored weights.
+
+    Returns:
+        The share of input channels that stored weights were told to treat as outliers; 0.0 where
+        none was.
+    """
     wanted = {"outliers": config.outliers, "nvfp4_backward": config.nvfp4_backward}
     if not any(wanted.values()):
-        return
+        return 0.0
     stored = [p for p in model.parameters() if is_wrapper(p)]
     offered = (getattr(codecs.get(name), "configure_matmul", None) for name in _codecs_of(stored))
     configure = next((offer for offer in offered if offer is not None), None)
     if configure is None:
         log(f"{wanted}: nothing to do, no stored weight has such products")
-        return
+        return 0.0
     try:
         count = configure(model, **wanted)
     except ValueError as error:
         raise OptionError(str(error)) from error
     log(f"{wanted}: given to {count} stored weights; formats without such products ignore it")
+    if config.outliers is True or config.outliers == "auto":
+        return OUTLIER_SHARE
+    return float(config.outliers or 0.0)
 
 
 def _codecs_of(stored: list[nn.Parameter]) -> list[str]:

@@ -119,7 +119,7 @@ def wrap(
         )
         log(f"quantize: {quantized['tensors']} weights stored as {codec}")
     serve_stored(model)
-    configure_products(model, config, log)
+    quantized["outliers"] = configure_products(model, config, log)
     start_adapters(model, log)
     quantized["codec"] = codec
     model, wrapped = _start(
