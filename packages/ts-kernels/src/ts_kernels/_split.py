@@ -86,5 +86,6 @@ def _split(
             LOW=low,
             BLOCK=_BLOCK,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return out

@@ -27,6 +27,9 @@ def split_kernel(
 
     Part LOW (1 or 2) is the low half, the other two are the high one. HAS_PARTS: a and b lie
     `in_part` elements apart in `in`; otherwise there is no b.
+
+    Launch with enable_fp_fusion=False: scale * (a + b) - high in one fused operation would take the
+    low half of a product that was never rounded to float32.
     """
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = index < elements
