@@ -114,6 +114,8 @@ def test_step_returns_before_the_updates_and_harmless_questions_do_not_wait(
     assert model.large in set(model.parameters())
     assert model.large.numel() == 400 * 701
     assert optimizer.last_grad_norm == pytest.approx(optimizer.stats()["grad_norm"])
+    pending = optimizer.pending_grad_norm
+    assert pending is not None and pending() == optimizer.last_grad_norm
     assert not gate.order and read_guard.in_flight(model.large)
     assert not read_guard.in_flight(model.unused)
     gate.open.set()

@@ -265,6 +265,37 @@ def test_reports_of_many_steps_all_come() -> None:
     assert equal(model, Adapters())
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_pending_norms_keep_their_values_after_later_steps(on_device: bool) -> None:
+    """Also those that the next hundred norms have come by after."""
+
+    def run(read: str) -> list[Any]:
+        model = Adapters()
+        optimizer = OffloadAdamW(model.groups(), lr=1e-3, max_grad_norm=0.05)
+        if on_device:
+            optimizer.make_resident()
+        assert optimizer.pending_grad_norm is None
+        found = []
+        for step in range(SLOTS + 5):
+            steps(model, optimizer, range(step, step + 1))
+            found.append(getattr(optimizer, read))
+        return found
+
+    with inject_delays(3, max_ms=0.2):
+        later = run("pending_grad_norm")
+        assert [norm() for norm in reversed(later)][::-1] == run("last_grad_norm")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_no_pending_norm_where_none_is_needed(on_device: bool) -> None:
+    model = Adapters()
+    optimizer = OffloadAdamW(model.groups(), lr=1e-3)
+    if on_device:
+        optimizer.make_resident()
+    steps(model, optimizer, range(1))
+    assert optimizer.pending_grad_norm is None
+
+
 def test_the_learning_rate_may_be_a_tensor() -> None:
     ours, theirs = Adapters(), Adapters()
     rate = torch.tensor(1e-3)

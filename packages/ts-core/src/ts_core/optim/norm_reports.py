@@ -17,12 +17,19 @@ from ts_core.transfer import CopyEngine
 SLOTS = 64
 
 
-@dataclass(frozen=True)
-class _Awaited:
-    event: Event
-    slot: int
-    step: int
-    skips: bool
+@dataclass
+class NormReport:
+    """The norm of one step.
+
+    Attributes:
+        norm: once it has come by and been looked at; None before.
+    """
+
+    _event: Event
+    _slot: int
+    _step: int
+    _skips: bool
+    norm: float | None = None
 
 
 class NormReports:
@@ -42,27 +49,38 @@ class NormReports:
         self._say = say
         self._slots_h = arena.empty((SLOTS,), torch.float32, tag="gradients")
         self._values = (ctypes.c_float * SLOTS).from_address(self._slots_h.data_ptr())
-        self._awaited: deque[_Awaited] = deque()
+        self._awaited: deque[NormReport] = deque()
         self._next = 0
 
-    def queue(self, norm: torch.Tensor, step: int, skips: bool) -> None:
+    def queue(self, norm: torch.Tensor, step: int, skips: bool) -> NormReport:
         """Send a norm on its way.
 
         Args:
             norm: 0-d fp32 on the device; not written again before it has been copied.
             step: that it belongs to.
             skips: whether the step is left out when the norm is not finite.
+
+        Returns:
+            Where it will be found; `wait` waits for it.
         """
         if len(self._awaited) == SLOTS:
             self._read(wait=True)
         slot, self._next = self._next, (self._next + 1) % SLOTS
         behind = self._copies.record_compute()
         event = self._copies.d2h(self._slots_h[slot : slot + 1], norm.view(1), after=behind)
-        self._awaited.append(_Awaited(event, slot, step, skips))
+        report = NormReport(event, slot, step, skips)
+        self._awaited.append(report)
+        return report
+
+    def wait(self, report: NormReport) -> float:
+        """The norm of a report, once the device has measured it; later work is not waited for."""
+        while report.norm is None:
+            self._read(wait=True)
+        return report.norm
 
     def poll(self) -> None:
         """Report what has arrived; never waits."""
-        while self._awaited and self._awaited[0].event.query():
+        while self._awaited and self._awaited[0]._event.query():
             self._read(wait=False)
 
     def flush(self) -> None:
@@ -73,5 +91,6 @@ class NormReports:
     def _read(self, wait: bool) -> None:
         found = self._awaited.popleft()
         if wait:
-            self._copies.device.host_wait(found.event)
-        judge(self._values[found.slot], "", None, found.skips, found.step, self._say)
+            self._copies.device.host_wait(found._event)
+        found.norm = self._values[found._slot]
+        judge(found.norm, "", None, found._skips, found._step, self._say)

@@ -18,7 +18,7 @@ from ts_core.memory.arena import PinnedArena
 from ts_core.optim import checks
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.layout import SMALL_BYTES, FlatLayout, is_sharded
-from ts_core.optim.norm_reports import NormReports
+from ts_core.optim.norm_reports import NormReport, NormReports
 from ts_core.optim.options import StepOptions
 from ts_core.optim.resident_piece import MOMENTS, Lists, ResidentPiece
 from ts_core.optim.updates import Updates
@@ -39,6 +39,7 @@ class ResidentAdamW:
         updates: of the most updated parameter.
         entries: per parameter, its state as live views, as torch.optim.AdamW keeps it.
         values: parameter values.
+        report: of the last step's norm, if it was measured.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ResidentAdamW:
         self.updates = updates
         self.values = 0
         self.reports = NormReports(copies, arena, say)
+        self.report: NormReport | None = None
         self._device = copies.device
         self._scratch: dict[torch.device, torch.Tensor] = {}
         self._stages: list[torch.Tensor] = []
@@ -140,7 +142,7 @@ class ResidentAdamW:
         if self._stages:  # what lies between parameters too, which a scale of NaN has reached
             torch._foreach_zero_(self._stages)
         live = [piece for piece in self.pieces if piece.gather()]
-        norm = scale = found_inf = None
+        norm = scale = found_inf = self.report = None
         if options.needs_norm:
             norm = self._norm(live)
             if options.skip_nonfinite:
@@ -151,7 +153,7 @@ class ResidentAdamW:
                 if early:
                     torch._foreach_mul_(early, scale)
             if not capturing:
-                self.reports.queue(norm, number, options.skip_nonfinite)
+                self.report = self.reports.queue(norm, number, options.skip_nonfinite)
         if live:
             self._count(live, found_inf)
         for index, group in enumerate(groups):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
 from ts_core.optim.buckets import Bucket
+from ts_core.optim.norms import Verdict
 from ts_core.optim.options import Option, StepOptions
 from ts_core.optim.refusals import RefusingOptimizer
 from ts_core.optim.resident import ResidentAdamW
@@ -68,6 +71,19 @@ class ShownOptimizer(RefusingOptimizer):
         return self._resident_norm
 
     @property
+    def pending_grad_norm(self) -> Callable[[], float] | None:
+        """What gives the norm of the last step, now or later; None if it was not needed.
+
+        Called, it waits until that norm has been measured, and for nothing queued after it. So a
+        loop that calls it a step later learns of every norm, and the device never runs dry for it.
+        """
+        if self._resident is None:
+            verdict = self._updates.norm
+            return None if verdict is None else partial(_norm_of, verdict)
+        report = self._resident.report
+        return None if report is None else partial(self._resident.reports.wait, report)
+
+    @property
     def updates(self) -> int:
         """Updates so far of the most updated parameter, those before a resume included."""
         if self._resident is not None:
@@ -121,3 +137,7 @@ class ShownOptimizer(RefusingOptimizer):
             **self._updates.stats(),
             **moved,
         }
+
+
+def _norm_of(verdict: Future[Verdict]) -> float:
+    return verdict.result().norm

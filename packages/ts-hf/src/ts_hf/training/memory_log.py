@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from ts_hf.training.finite import check_gradient_norm
+from ts_hf.training.finite import FiniteGuard
 
 _GB = 1e9
 
@@ -50,11 +50,13 @@ class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self._finite = FiniteGuard()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hand over accumulation and clipping."""
         from ts_core.optim.clip_guard import unmark_streamed
 
+        self._finite = FiniteGuard()
         self.optimizer.accumulation_steps = args.gradient_accumulation_steps
         if args.max_grad_norm and args.max_grad_norm > 0:
             self.optimizer.max_grad_norm = float(args.max_grad_norm)
@@ -62,18 +64,33 @@ class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
         unmark_streamed(self._parameters())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let ts_core refuse clip_grad_norm_ again."""
+        """Let ts_core refuse clip_grad_norm_ again.
+
+        Raises:
+            NonFiniteError: the last norm is NaN or infinite.
+        """
         from ts_core.optim.clip_guard import mark_streamed
 
         mark_streamed(self._parameters())
+        self._finite.settle()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop at a gradient norm that is not finite.
+        """Stop at a gradient norm that is not finite: a step later, so that nothing waits.
+
+        Raises:
+            NonFiniteError: that of the step before is NaN or infinite.
+        """
+        self._finite.settle()
+        self._finite.watch_norm(self.optimizer.pending_grad_norm, state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the norm before anything is logged, evaluated or saved.
 
         Raises:
             NonFiniteError: it is NaN or infinite.
         """
-        check_gradient_norm(self.optimizer.last_grad_norm, state.global_step + 1)
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._finite.settle()
 
     def on_log(
         self,

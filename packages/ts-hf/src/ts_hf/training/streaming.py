@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from ts_hf.packing import PackedCollator
 from ts_hf.packing_layout import PackedInputs, looks_packed
 from ts_hf.training.checkpointing import CheckpointMixin
 from ts_hf.training.evaluation import EvaluationMixin
-from ts_hf.training.finite import FiniteGuard, check_gradient_norm
+from ts_hf.training.finite import FiniteGuard
 from ts_hf.training.loss import ChunkedLoss
 from ts_hf.training.memory_log import memory_numbers
 from ts_hf.training.options import (
@@ -264,7 +263,9 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
     ) -> None:
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self._finite.settle()
-        norm = None if self._streaming is None else self._streaming.last_grad_norm
+        norm = None
+        if self.control.should_log and self._streaming is not None:  # reading waits for the device
+            norm = self._streaming.last_grad_norm
         super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -287,10 +288,7 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
     def after_optimizer_step(self) -> None:
         """Called once per optimizer step."""
         self._unfinished = 0
-        norm = self._streaming.last_grad_norm
-        if norm is not None and not math.isfinite(norm):
-            self._finite.settle()  # if the loss was not finite either, that is what to report
-        check_gradient_norm(norm, self.state.global_step + 1)
+        self._finite.watch_norm(self._streaming.pending_grad_norm, self.state.global_step + 1)
 
 
 class _StepChecks(TrainerCallback):  # type: ignore[misc]
