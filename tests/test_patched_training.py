@@ -10,7 +10,25 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainstream
+import ts_quant
 from trainstream.integrations.huggingface import wrap_hf
+
+
+def scale_inputs(model: torch.nn.Module) -> None:
+    """Store the frozen linear weights as an AWQ checkpoint does: NVFP4, and a factor per column."""
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad:
+            factors = torch.linspace(0.25, 3.0, layer.in_features)
+            plain = ts_quant.quantize(layer.weight / factors, "nvfp4")
+            names = plain.__tensor_flatten__()[0]
+            scaled = ts_quant.QuantTensor.from_buffers(
+                "nvfp4",
+                {**dict(zip(names, plain.buffers(), strict=True)), "channel_scale": factors},
+                shape=plain.shape,
+                dtype=plain.dtype,
+                layout={"channel_scale": True},
+            )
+            layer.weight = torch.nn.Parameter(scaled, requires_grad=False)
 
 
 def trained(codec: str, **options: Any) -> tuple[list[float], Any, Any]:
@@ -27,6 +45,9 @@ def trained(codec: str, **options: Any) -> tuple[list[float], Any, Any]:
         LlamaForCausalLM(config),
         LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     )
+    if codec == "scaled inputs":
+        codec = "none"
+        scale_inputs(model)
     model, optimizer = wrap_hf(
         model, quantize=codec, param_offload=True, device="cpu", lr=1e-2, **options
     )
@@ -42,7 +63,7 @@ def trained(codec: str, **options: Any) -> tuple[list[float], Any, Any]:
     return losses, model, optimizer
 
 
-@pytest.mark.parametrize("codec", ["none", "nf4"])
+@pytest.mark.parametrize("codec", ["none", "nf4", "scaled inputs"])
 def test_losses_follow_the_models_own_code(codec: str) -> None:
     plain, _, _ = trained(codec)
     fused, model, _ = trained(codec, kernels=True, fused_lora=True)

@@ -75,6 +75,13 @@ def _nvfp4(name: str, value: Tensor, number: float | None = None) -> dict[str, T
     }
 
 
+def _awq(name: str, value: Tensor, number: float | None = None) -> dict[str, Tensor]:
+    """NVFP4 codes of the weight over a factor per column, and the factors."""
+    factors = torch.linspace(0.25, 3.0, value.shape[1], dtype=value.dtype)
+    stem = name.removesuffix(".weight")
+    return {**_nvfp4(name, value / factors, number), f"{stem}.pre_quant_scale": factors}
+
+
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tensor]], str]] = {
     "bitsandbytes": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -88,6 +95,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], dict[str, Tenso
     ),
     "block fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, _fp8, "fp8"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4, "nvfp4"),
+    "modelopt awq": ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, _awq, "nvfp4"),
 }
 
 
@@ -225,6 +233,19 @@ def test_fp8_experts_are_joined_without_decoding(experts: Callable[..., Path]) -
     ids = torch.randint(0, 256, (1, 7))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+
+
+def test_experts_with_scaled_inputs_are_joined(experts: Callable[..., Path]) -> None:
+    """ModelOpt gives all experts of a layer the same factors."""
+    folder = experts(lambda name, value: _awq(name, value, 1e-4))
+    _set_config(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+    model = ts_hf.load_model(folder)
+    plain = ts_hf.load_model(folder, quantize=None)
+    stored = _stored(model)
+    assert len(stored) == 4 and all(p.spec.channel_scale for p in stored.values())
+    for name, parameter in stored.items():
+        assert torch.equal(parameter.dequantize(), plain.get_parameter(name))
+        assert torch.equal(parameter[1], plain.get_parameter(name)[1])
 
 
 def test_experts_that_cannot_be_joined_are_decoded_and_said(

@@ -55,10 +55,16 @@ def _e4m3(*shape: int) -> Tensor:
 
 
 def _bnb(weight: Tensor, name: str, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors that bitsandbytes stores for a weight, and what it decodes them to.
+
+    Decoded as one long row: blocks run over the flattened weight, and bitsandbytes 0.50's AVX-512
+    kernel takes the scales of other blocks where rows end within a block.
+    """
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", **options)
     tensors = {name: codes, **{f"{name}.{k}": v for k, v in state.as_dict(packed=True).items()}}
-    return tensors, functional.dequantize_4bit(codes, state)
+    state.shape = torch.Size((1, weight.numel()))
+    return tensors, functional.dequantize_4bit(codes, state).view(weight.shape)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -156,6 +162,64 @@ def test_modelopt_golden_file() -> None:
         assert torch.equal(one.view(other.dtype).flatten(), other.flatten())
 
 
+def test_modelopt_awq_golden_file() -> None:
+    entries, _ = read_header(DATA / "modelopt_awq.safetensors")
+    golden = {name: read_tensor(entry) for name, entry in entries.items()}
+    x, y = golden.pop("x.inputs"), golden.pop("x.outputs")  # (x * pre_quant_scale) @ value.T
+    config = {"quant_algo": "NVFP4_AWQ", "group_size": 16, "pre_quant_scale": True}
+    found = _read(golden, None, modelopt={"quantization": config})
+    q = found.pop("x.weight")
+    assert not found and q.codec == "nvfp4" and q.spec.channel_scale
+    factors = golden.pop("x.pre_quant_scale")
+    alone = _read(golden, {"quant_method": "modelopt", "quant_algo": "NVFP4"})["x.weight"]
+    assert torch.equal(q.dequantize(), alone.dequantize() * factors)
+    assert float(factors.max() / factors.min()) > 10
+    torch.testing.assert_close(torch.nn.functional.linear(x, q), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(32,), (1, 32)])
+def test_modelopt_scaled_inputs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Factors of any dtype, beside NVFP4 and FP8 weights; layers without them stay as they are."""
+    factors = (torch.rand(shape) + 0.5).to(dtype)
+    codes = torch.randn(5, 32).to(torch.float8_e4m3fn)
+    tensors = {
+        **_modelopt("a", 4, 32, True),
+        **_modelopt("b", 4, 32, True),
+        "a.pre_quant_scale": factors,
+        "c.weight": codes,
+        "c.weight_scale": torch.tensor(0.25),
+        "c.pre_quant_scale": factors,
+    }
+    layers = {"a": "NVFP4_AWQ", "b": "NVFP4_AWQ", "c": "FP8"}
+    inner = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    found = _read(tensors, None, modelopt={"quantization": inner})
+    scale = tensors["a.weight_scale"].float() * 0.013
+    expected = _unpack(tensors["a.weight"]) * scale.repeat_interleave(16, dim=1) * factors.float()
+    torch.testing.assert_close(found["a.weight"].dequantize(), expected, rtol=1e-6, atol=0)
+    assert not found["b.weight"].spec.channel_scale
+    assert torch.equal(found["c.weight"].dequantize(), codes.float() * 0.25 * factors.float())
+
+
+def test_modelopt_scaled_inputs_refusals() -> None:
+    tensors = _modelopt("x", 4, 32, True)
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}
+    for name, factors, words in (
+        ("x", torch.ones(31), "one factor per column of 'x.weight'"),
+        ("x", torch.ones(32, dtype=torch.int32), "expected a floating dtype"),
+        ("x", torch.ones(32, 1), "one factor per column"),
+        ("x", torch.zeros(32), "not positive"),
+        ("x", torch.full((32,), float("nan")), "not positive"),
+        ("x", torch.full((32,), float("inf")), "channel_scale"),
+        ("y", torch.ones(32), "'y.pre_quant_scale' scales the inputs of a layer whose weight"),
+    ):
+        with pytest.raises(ts_quant.CheckpointError, match=words):
+            _read({**tensors, f"{name}.pre_quant_scale": factors}, config)
+    plain = {**tensors, "y.weight": torch.randn(4, 32), "y.pre_quant_scale": torch.ones(32)}
+    with pytest.raises(ts_quant.CheckpointError, match=r"'y\.pre_quant_scale'"):
+        _read(plain, config)
+
+
 def test_modelopt_mixed_precision_with_exclusions() -> None:
     fp8 = (torch.randn(5, 32)).to(torch.float8_e4m3fn)
     tensors = {
@@ -187,8 +251,10 @@ def test_modelopt_refusals() -> None:
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
     with pytest.raises(ts_quant.NotAvailableError, match="'W4A8_AWQ'"):
         _read(tensors, {**config, "quant_algo": "W4A8_AWQ"})
-    with pytest.raises(ts_quant.NotAvailableError, match="pre_quant_scale"):
-        _read({**tensors, "x.pre_quant_scale": torch.ones(32)}, config)
+    with pytest.raises(ts_quant.NotAvailableError, match="'NVFP4_SVD'"):
+        _read(tensors, {**config, "quant_algo": "NVFP4_SVD"})
+    with pytest.raises(ts_quant.NotAvailableError, match="svdquant_lora_a"):
+        _read({**tensors, "x.svdquant_lora_a": torch.ones(4, 32)}, config)
     for change, words in (
         ({"x.weight_scale": _e4m3(4, 3)}, r"expected \[4, 2\]"),
         ({"x.weight_scale_2": torch.ones(2)}, "one number"),

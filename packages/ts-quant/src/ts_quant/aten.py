@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ts_quant.codecs import outliers
+from ts_quant.codecs import channel_scale, outliers
 from ts_quant.codecs.base import codec_named
 from ts_quant.errors import FrozenWeightError
 from ts_quant.frozen_view import shown
@@ -118,6 +118,9 @@ def _encoded_like(target: QuantTensor, source: Tensor) -> tuple[Tensor, ...]:
         channels = target.buffers()[-1].view(-1)
         rest = outliers.without(target._spec)
         return outliers.encode_with(codec, dense, rest, channels, None)[1]
+    if target._spec.channel_scale:
+        factors = target.buffers()[-1]
+        return channel_scale.encode_with(codec, dense, target._spec, factors, None)
     return codec.encode_checked(dense, target._spec, None)
 
 

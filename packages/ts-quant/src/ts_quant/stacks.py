@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ts_quant.codecs import channel_scale
 from ts_quant.codecs.base import Codec, QuantSpec
 from ts_quant.codecs.scales import LAYOUTS
 from ts_quant.errors import OptionError
@@ -33,6 +34,7 @@ def stack_rows(stored: QuantTensor) -> tuple[str, ...] | None:
     common = _common(tuple(stored.shape), stored.spec)
     if common is None:
         return None
+    common |= set(channel_scale.names(stored.spec))
     rows = tuple(name for name in names if name not in common)
     even = all(getattr(stored, name).numel() % stored.shape[0] == 0 for name in rows)
     return rows if even else None
@@ -106,6 +108,8 @@ def stack_like(stored: QuantTensor, buffers: Mapping[str, Tensor], count: int) -
 
     spec = stored.spec
     layout: dict[str, object] = {"scales": spec.scales, "block_size": spec.block_size}
+    if spec.channel_scale:
+        layout["channel_scale"] = True
     if spec.scales == "tile":
         layout["rows"] = spec.rows
         shaped = stored.scale.shape  # type: ignore[attr-defined]

@@ -8,8 +8,10 @@ The file's metadata says what belongs together:
     trainstream.weights  JSON: {NAME: {"codec": "nf4", "shape": [out, in], "dtype": "bfloat16",
                          "layout": {"scales": "float32", "block_size": 64, "rows": 1},
                          "buffers": ["codes", "absmax"]}}; in the layout "outliers": c where
-                         c columns are kept apart (`ts_quant.codecs.outliers`); "transposed": true
-                         where the tensor is seen with its last two dimensions swapped
+                         c columns are kept apart (`ts_quant.codecs.outliers`), "channel_scale":
+                         true where columns have factors (`ts_quant.codecs.channel_scale`);
+                         "transposed": true where the tensor is seen with its last two dimensions
+                         swapped
 
 Any safetensors reader can open such a file; nothing needs unpickling.
 """
@@ -75,6 +77,7 @@ def save_quantized(tensors: Mapping[str, Tensor], file: str | Path) -> Path:
                     "block_size": spec.block_size,
                     "rows": spec.rows,
                     **({"outliers": spec.outliers} if spec.outliers else {}),
+                    **({"channel_scale": True} if spec.channel_scale else {}),
                 },
                 "buffers": names,
                 **({"transposed": True} if swapped else {}),

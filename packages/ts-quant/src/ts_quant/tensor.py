@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ts_quant import stacks
+from ts_quant.codecs import channel_scale
 from ts_quant.codecs.base import Codec, QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
@@ -115,7 +116,8 @@ class QuantTensor(torch.Tensor):
             shape: shape of the decoded weight.
             dtype: floating dtype that the weight is decoded to by default.
             layout: what is not the codec's default: "scales" (a scale layout), "block_size",
-                "rows" for "tile", and "outliers" (columns kept in bf16).
+                "rows" for "tile", "outliers" (columns kept in bf16), and "channel_scale" (True
+                with the buffer of that name, fp32 [in], by which columns are multiplied).
 
         Raises:
             OptionError: an unknown codec, layout or buffer, or a buffer of another size or dtype.
@@ -165,7 +167,8 @@ class QuantTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The weight as an ordinary tensor.
 
-        Each value is computed in fp32 and rounded once to the output's dtype. Runs on the current
+        Each value is computed in fp32 and rounded once to the output's dtype (with factors per
+        channel twice, see `ts_quant.codecs.channel_scale`). Runs on the current
         stream of the inner tensors' device; with `out` nothing is allocated on a GPU, so it can
         be captured in a CUDA graph.
 
@@ -321,11 +324,12 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
     block_size = layout.pop("block_size", default.block_size)
     rows = layout.pop("rows", 1)
     kept = layout.pop("outliers", 0)
+    factors = layout.pop("channel_scale", False)
     if layout or scales not in codec.scale_layouts:
         asked = {"scales": scales, **layout}
         raise OptionError(
             f"layout {asked} is not one of {codec.name!r}; expected the keys 'scales' (one of "
-            f"{list(codec.scale_layouts)}), 'block_size', 'rows' and 'outliers'"
+            f"{list(codec.scale_layouts)}), 'block_size', 'rows', 'outliers' and 'channel_scale'"
         )
     for name, value in (("block_size", block_size), ("rows", rows)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -341,7 +345,8 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
             f"layout's outliers={kept!r} is not accepted for a weight of shape {shape}: expected "
             f"how many of a matrix's columns are kept apart, 0 to {most}"
         )
-    return QuantSpec(codec.name, block_size, scales, rows, kept)
+    factors = channel_scale.check(factors, shape, kept)
+    return QuantSpec(codec.name, block_size, scales, rows, kept, factors)
 
 
 AtenHandler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]

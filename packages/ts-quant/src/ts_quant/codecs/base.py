@@ -38,6 +38,7 @@ class QuantSpec:
         scales: name of the scale layout; `ts_quant.codecs.scales` lists them.
         rows: rows per scale of layout "tile", else 1.
         outliers: columns of a matrix that are kept in bf16 (`ts_quant.codecs.outliers`).
+        channel_scale: whether a factor per input channel is kept (`ts_quant.codecs.channel_scale`).
     """
 
     codec: str
@@ -45,6 +46,7 @@ class QuantSpec:
     scales: str = "float32"
     rows: int = 1
     outliers: int = 0
+    channel_scale: bool = False
 
 
 class Codec(ABC):

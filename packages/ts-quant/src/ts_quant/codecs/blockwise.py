@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ts_quant.codecs import outliers
+from ts_quant.codecs import channel_scale, outliers
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, check_block_size
 from ts_quant.codecs.scales import LAYOUTS, UnitRange
 from ts_quant.codecs.stored import BufferSize, StoredCodec
@@ -116,7 +116,8 @@ class BlockwiseCodec(StoredCodec):
     # -- buffers -------------------------------------------------------------------------------
 
     def buffer_names(self, spec: QuantSpec) -> tuple[str, ...]:
-        return ("codes", *LAYOUTS[spec.scales].buffer_names, *outliers.names(spec))
+        scales = LAYOUTS[spec.scales].buffer_names
+        return ("codes", *scales, *channel_scale.names(spec), *outliers.names(spec))
 
     def buffer_sizes(self, spec: QuantSpec, shape: Sequence[int]) -> list[BufferSize]:
         n_values = 1
@@ -125,7 +126,7 @@ class BlockwiseCodec(StoredCodec):
         blocks = block_count(n_values, spec.block_size)
         scales = [(dtype, (n,)) for dtype, n in LAYOUTS[spec.scales].sizes(blocks)]
         codes = (self.code_dtype, self.code_shape(shape))
-        kept = outliers.sizes(spec, shape)
+        kept = [*channel_scale.sizes(spec, shape), *outliers.sizes(spec, shape)]
         return [codes, *scales, *kept, (torch.float32, (blocks,))]
 
     def encode_reference(self, weight: Tensor, spec: QuantSpec) -> list[Tensor]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ts_quant.codecs import blockwise, outliers
+from ts_quant.codecs import blockwise, channel_scale, outliers
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, QuantSpec, register
 from ts_quant.codecs.blockwise import BlockwiseCodec, overflow_limit
 from ts_quant.codecs.lookup import e4m3_values
@@ -73,7 +73,7 @@ class Fp8Codec(BlockwiseCodec):
         return super()._scales(double_quant, layout)
 
     def buffer_names(self, spec: QuantSpec) -> tuple[str, ...]:
-        return ("codes", "scale", *outliers.names(spec))
+        return ("codes", "scale", *channel_scale.names(spec), *outliers.names(spec))
 
     def code_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -83,7 +83,8 @@ class Fp8Codec(BlockwiseCodec):
             return super().buffer_sizes(spec, shape)
         tiles = tile_shape(spec, shape)
         codes, scale = (self.code_dtype, tuple(shape)), (torch.float32, tiles)
-        return [codes, scale, *outliers.sizes(spec, shape), scale]
+        kept = [*channel_scale.sizes(spec, shape), *outliers.sizes(spec, shape)]
+        return [codes, scale, *kept, scale]
 
     def encode_chunk(
         self,

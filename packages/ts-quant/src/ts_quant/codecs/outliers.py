@@ -40,7 +40,7 @@ def sizes(spec: QuantSpec, shape: Sequence[int]) -> list[BufferSize]:
 
 def without(spec: QuantSpec) -> QuantSpec:
     """How the rest of the matrix is stored."""
-    return QuantSpec(spec.codec, spec.block_size, spec.scales, spec.rows)
+    return replace(spec, outliers=0)
 
 
 def put_back(buffers: Sequence[Tensor], out: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ts_quant.codecs import outliers
+from ts_quant.codecs import channel_scale, outliers
 from ts_quant.codecs.backend import cuda_decoder
 from ts_quant.codecs.base import Codec, QuantSpec
 from ts_quant.codecs.operators import decode_op, decode_out_op, eager, encode_op, fields
@@ -51,6 +51,10 @@ class StoredCodec(Codec):
             *rest, values, channels = buffers
             decoded = self.decode(rest, outliers.without(spec), shape, dtype)
             return outliers.put_back((values, channels), decoded)
+        if spec.channel_scale:
+            *rest, scale = buffers
+            decoded = self.decode(rest, channel_scale.without(spec), shape, dtype)
+            return channel_scale.apply(scale, decoded)
         if eager(buffers[0]):
             out = torch.empty(shape, dtype=dtype, device=buffers[0].device)
             self.run_decode(buffers, spec, out)
@@ -63,6 +67,10 @@ class StoredCodec(Codec):
             *rest, values, channels = buffers
             self.decode_out(rest, outliers.without(spec), out)
             outliers.put_back((values, channels), out)
+        elif spec.channel_scale:
+            *rest, scale = buffers
+            self.decode_out(rest, channel_scale.without(spec), out)
+            channel_scale.apply(scale, out)
         elif eager(buffers[0]) and eager(out):
             self.run_decode(buffers, spec, out)
         else:

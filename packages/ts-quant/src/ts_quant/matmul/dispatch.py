@@ -1,7 +1,7 @@
 """Whether a linear layer's product runs on tensor cores, and the product if it does.
 
 x is quantized by `prepare`, outside the autograd function, so that the activation that the
-model passes is seen (see `shared`);   `product` multiplies.
+model passes is seen (see `shared`); `product` multiplies.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
         bias: [N] or None.
     """
     spec, options, shape = weight._spec, weight._matmul, weight._decoded_shape
-    if x.dtype is not torch.bfloat16 or not options.tensor_cores or spec.outliers:
+    if x.dtype is not torch.bfloat16 or not options.tensor_cores:
+        return None
+    if spec.outliers or spec.channel_scale:
         return None
     if x.dim() == 0 or x.shape[-1] != shape[1] or x.numel() == 0:
         return None

@@ -8,7 +8,7 @@ few small ones that describe others.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -283,6 +283,36 @@ def refuse_bad_scales(name: str, parts: StoredParts) -> None:
                 f"the stored weight {name!r} has {count} scales that are NaN or infinite "
                 f"({buffer}): the file is damaged, or was written from such a weight"
             )
+
+
+def with_channel_scale(header: Header, weight: StoredWeight, factors: str) -> StoredWeight:
+    """The weight, its columns multiplied by the factors of its layer's inputs.
+
+    Args:
+        header: name -> dtype and shape.
+        weight: what it is without them.
+        factors: name of the tensor [in] of a floating dtype.
+
+    Raises:
+        CheckpointError: it has another shape or dtype.
+    """
+    info = info_of(header, factors, weight.name, "the factors of its inputs")
+    columns = weight.shape[-1]
+    if tuple(info.shape) not in ((columns,), (1, columns)) or not info.dtype.is_floating_point:
+        raise CheckpointError(
+            f"tensor {factors!r} has dtype {info.dtype} and shape {list(info.shape)}; expected a "
+            f"floating dtype and [{columns}], one factor per column of {weight.name!r}"
+        )
+
+    def make(tensors: Mapping[str, Tensor]) -> StoredParts:
+        parts = weight.make(tensors)
+        scale = float32(tensors["channel_scale"]).view(-1)
+        if not bool((scale > 0).all()):  # finite ones are asked for with the other scales
+            raise CheckpointError(f"tensor {factors!r} holds factors that are not positive")
+        buffers = {**parts.buffers, "channel_scale": scale}
+        return StoredParts(parts.codec, buffers, {**parts.layout, "channel_scale": True})
+
+    return replace(weight, sources={**weight.sources, "channel_scale": factors}, make=make)
 
 
 def info_of(header: Header, name: str, weight: str, purpose: str) -> TensorInfo:
