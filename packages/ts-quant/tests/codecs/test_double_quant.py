@@ -124,7 +124,10 @@ def test_nested_scales_decode_as_bitsandbytes_does(shape: tuple[int, int], block
         layout={"scales": "nested", "block_size": block_size},
     )
     assert nested.blocksize == 256 and same_memory(q.buffers()[0], codes)
-    assert torch.equal(q.dequantize(), bnb.dequantize_4bit(codes, state))
+    # As one long row: bitsandbytes 0.50's AVX-512 kernel takes the scales of other blocks where
+    # rows end within a block.
+    state.shape = torch.Size((1, w.numel()))
+    assert torch.equal(q.dequantize(), bnb.dequantize_4bit(codes, state).view(shape))
     half = torch.nn.functional.linear(torch.randn(2, shape[1]), q)
     assert half.shape == (2, shape[0])
     with pytest.raises(ts_quant.OptionError, match="read from checkpoints"):
