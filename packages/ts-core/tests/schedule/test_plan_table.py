@@ -244,3 +244,19 @@ def test_repaging_goes_where_resident_blocks_are_widest() -> None:
     assert repage((), range(9), 1) == (4,)
     assert repage((4,), range(9), 3) == (1, 4, 6)
     assert repage((1, 2, 7), range(9), 2) == (2, 7) or repage((1, 2, 7), range(9), 2) == (1, 7)
+
+
+def test_replayed_blocks_page_activations_only_where_nothing_else_fits() -> None:
+    """A link that is free makes pages the best choice, unless they are to be avoided."""
+    free = replace(H200, h2d=1e18, d2h=1e18, duplex=2e18)
+    model = adapters_14b(8192, codec_share=0.28)
+    fast = replace(machine(32, 512), rates=free)
+    assert OFFLOAD in make_plan(model, fast, PlanOptions()).activations
+    found = make_plan(model, fast, PlanOptions(avoid_pages=True))
+    assert found.fits and set(found.activations) == {KEEP, RECOMPUTE}
+    # Inputs of recomputed blocks take more than there is; pages leave the device altogether.
+    long = replace(model, inputs=tuple(size // 2 for size in model.activations))
+    tight = PlanOptions(avoid_pages=True, param_offload=False)
+    paged = make_plan(long, fast, tight)
+    assert paged.fits and OFFLOAD in paged.activations
+    assert not make_plan(long, fast, replace(tight, activation_offload=False)).fits

@@ -18,6 +18,10 @@ from ts_core.schedule.activation_policy import (
 )
 from ts_core.transfer import CopyEngine
 
+# What recordings hold for temporary tensors, in activations of one block: those of a recomputed
+# block, and as much again for gradients and decoded weights.
+_RECORDED = 2
+
 
 class ActivationMemory:
     """Reads the room there is, and holds the host buffers of pages.
@@ -32,6 +36,8 @@ class ActivationMemory:
         buffers: of pages.
         floor: the watch on available RAM.
         low: available RAM as it was found under the floor; None while it is not.
+        apart: device memory that no peak of eager steps shows: what recordings of blocks will
+            hold for their temporary tensors. Known once blocks have been measured.
     """
 
     def __init__(
@@ -49,6 +55,12 @@ class ActivationMemory:
         self.buffers = HostBuffers(self._arena)
         self.floor = RamFloor(ram_floor(ram_limit_bytes()), self._is_low, read=self._read_ram)
         self.low: int | None = None
+        self.apart = 0
+
+    def set_apart(self, measured: Sequence[BlockActivations]) -> None:
+        """Leave room for recordings, where blocks are replayed."""
+        if self._options.replayed:
+            self.apart = _RECORDED * max((block.saved for block in measured), default=0)
 
     def limits(self, device_room: int | None) -> ActivationLimits:
         """For `decide`, with this much room on the device."""
@@ -67,12 +79,15 @@ class ActivationMemory:
         return ram_room(self._read_ram() + mine, ram_limit_bytes())
 
     def device_left(self) -> int | None:
-        """The device's target less the peak of the steps so far; None where there is no target."""
+        """The device's target less the peak of the steps so far and what is set apart.
+
+        None where there is no target.
+        """
         usable = self._device.usable_bytes()
         if not self._device.separate_memory or usable is None:
             return None
         target = int(usable * (1 - self._options.headroom))
-        return target - self._device.memory()["peak_allocated"]
+        return target - self._device.memory()["peak_allocated"] - self.apart
 
     def device_room(self, measured: Sequence[BlockActivations], modes: Sequence[str]) -> int | None:
         """Device memory beyond a step that recomputes all, after a step under `modes`."""

@@ -13,7 +13,8 @@ from ts_core.errors import OptionError
 class ActivationOptions:
     """See wrap() for the first five and ActivationOffloader for the others.
 
-    `max_slowdown` of None: memory alone decides.
+    `max_slowdown` of None: memory alone decides. `replayed`: blocks are replayed, which those with
+    paged activations cannot be, so "auto" pages only what cannot be recomputed instead.
     """
 
     offload: Any = "auto"
@@ -25,6 +26,7 @@ class ActivationOptions:
     calibrate_steps: int = 3
     tune_window: int = 3
     trials: bool = True
+    replayed: bool = False
 
     @property
     def recompute_asked(self) -> Any:
@@ -42,14 +44,15 @@ class ActivationOptions:
         return ", ".join(f"{name}='auto'" for name, value in named if value == "auto")
 
 
-def activation_options(config: WrapOptions) -> ActivationOptions:
-    """Those of wrap()."""
+def activation_options(config: WrapOptions, replayed: bool = False) -> ActivationOptions:
+    """Those of wrap(), with blocks replayed or not."""
     return ActivationOptions(
         config.activation_offload,
         config.recompute,
         config.min_offload_bytes,
         config.prefetch_depth,
         config.vram_headroom,
+        replayed=replayed,
     )
 
 

@@ -20,6 +20,10 @@ from ts_core.schedule.plan import KEEP
 # Steps of a settled policy before its peak is looked at, and how often that may change it.
 _STEPS_TO_PEAK = 2
 _CORRECTIONS = 3
+# Recordings are made once nothing changes any more, and what comes late makes them anew.
+_CORRECTIONS_REPLAYED = 1
+# Of the room there is: when every block stays and this much suffices, no correction is expected.
+_SAFE_SHARE = 0.9
 _USE_OF_SLACK = 0.9
 
 
@@ -57,6 +61,7 @@ class PolicySearch:
         self._limits: ActivationLimits | None = None
         self._tuner: Tuner = Fixed(ActivationPolicy((KEEP,) * count))
         self._corrections = 0
+        self._safe = False
         self._steps = 0  # since the policy last changed
 
     @property
@@ -66,13 +71,19 @@ class PolicySearch:
 
     @property
     def adapting(self) -> bool:
-        """Whether the policy may still change by itself."""
+        """Whether the policy is expected to change by itself."""
+        return not self._tuner.settled or (self._corrections > 0 and not self._safe)
+
+    @property
+    def watching(self) -> bool:
+        """Whether a peak above the target would change the policy, if nothing else does."""
         return not self._tuner.settled or self._corrections > 0
 
     def begin(self, measured: Sequence[BlockActivations], device_room: int | None) -> None:
         """Start from a new measurement; a share of recomputation that was found is kept."""
         options = self._options
-        found = isinstance(self._tuner, RecomputeTuner) and self._tuner.settled
+        tuner = self._tuner
+        found = isinstance(tuner, RecomputeTuner) and tuner.settled and tuner.tried
         share = self._share() if found else None
         self._measured = measured
         self._limits = self._memory.limits(device_room)
@@ -85,11 +96,14 @@ class PolicySearch:
                     start, options.max_slowdown, options.tune_window, options.calibrate_steps
                 )
             elif share is None and options.recompute == "auto":
-                self._tuner = RecomputeTuner(self._policy_for, options.tune_window)
+                self._tuner = RecomputeTuner(self._policy_for)
         watched = self._device.separate_memory and options.searches
         if isinstance(self._tuner, SlowdownTuner):
             watched = False  # its blocks stay away for their own reason
-        self._corrections = _CORRECTIONS if watched else 0
+        most = _CORRECTIONS_REPLAYED if options.replayed else _CORRECTIONS
+        self._corrections = most if watched else 0
+        enough = device_room is None or start.device_bytes <= int(_SAFE_SHARE * device_room)
+        self._safe = everything_fits and enough
         self._steps = 0
         for reason in self._tuner.current.reasons[:-1]:
             self._say(f"activations: {reason}")
@@ -143,7 +157,7 @@ class PolicySearch:
         if self._corrections == 0 or not self._tuner.settled:
             return
         self._steps += 1
-        if self._steps <= _STEPS_TO_PEAK:
+        if self._steps < _STEPS_TO_PEAK:
             return
         left = self._memory.device_left()
         room = None if self._limits is None else self._limits.device_room
@@ -163,6 +177,7 @@ class PolicySearch:
         if policy.modes == before.modes:
             self._corrections = 0
             return
+        self._safe = False
         self._tuner.current = policy
         self.decided(f"{policy.reasons[-1]} (corrected by the measured peak)")
 
@@ -171,7 +186,9 @@ class PolicySearch:
 
     def _policy_for(self, share: float) -> ActivationPolicy:
         assert self._limits is not None
-        recompute = self._options.recompute_asked
+        offload, recompute = self._options.offload, self._options.recompute_asked
         if not self.recomputes and recompute == "auto":
             recompute = False
-        return decide(self._measured, self._limits, self._options.offload, recompute, share)
+        if self._options.replayed and offload == recompute == "auto":
+            offload = False
+        return decide(self._measured, self._limits, offload, recompute, share)

@@ -124,7 +124,7 @@ class Activations:
 
     @property
     def adapting(self) -> bool:
-        """Whether the policy may still change by itself."""
+        """Whether the policy is expected to change by itself."""
         if self._meter is not None:
             return self.options.searches and self._device.separate_memory
         return self._search.adapting
@@ -182,7 +182,12 @@ class Activations:
     @property
     def done(self) -> bool:
         """Whether blocks run as if nothing were here."""
-        return self._meter is None and not self._moves and not self.adapting
+        return (
+            self._meter is None
+            and not self._moves
+            and not self.adapting
+            and not self._search.watching
+        )
 
     def new_pass(self, args: Any = (), kwargs: Any = None) -> None:
         """A forward of the model begins, with these arguments, outside any backward."""
@@ -296,6 +301,7 @@ class Activations:
         self.measured = meter.result()
         self._pages = meter.pages()
         self._meter = None
+        self.memory.set_apart(self.measured)
         room = self.memory.device_room(self.measured, self._modes)
         if room is not None and self.share_room is not None:
             room -= self.share_room(self.measured, room)
@@ -344,7 +350,7 @@ class Activations:
         ]
         self.memory.carve(self._slices() if OFFLOAD in self._modes else None, give_back)
         self._search.adopted()
-        if self.adapting:
+        if self.adapting or self._search.watching:
             self._device.reset_peak()
 
     def _set_modes(self, modes: Sequence[str]) -> None:

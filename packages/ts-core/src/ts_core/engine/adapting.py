@@ -75,6 +75,8 @@ class PlacementAdapter:
             return  # a probe's peak is for `share_room`
         self._seen = session.steps
         peak = session.device.memory()["peak_allocated"]
+        if activations is not None:
+            peak += activations.memory.apart
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
         before = session.plan
@@ -131,6 +133,7 @@ class PlacementAdapter:
         if session.pager is not None:
             session.pager.waits = None
         limited = session.device.separate_memory and self.corrector.target is not None
+        limited = limited and session.replay is None  # each place of a block is recorded
         return SlotDepth(session.device, session.plan) if limited and session.plan.paged else None
 
     def _try_slots(self, session: TrainStreamSession, peak: int) -> None:

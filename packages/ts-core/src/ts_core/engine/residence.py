@@ -134,6 +134,8 @@ def consider(session: TrainStreamSession) -> None:
         return
     target = int(budget * (1 - session.config.vram_headroom))
     free = target - device.memory()["peak_allocated"]
+    if session.activations is not None:
+        free -= session.activations.memory.apart
     needed = device_bytes_needed(params)
     if needed > free:
         session.log(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -218,11 +219,14 @@ def _assemble(
     session.resident_reservation = device.pool.reserve(resident, "resident blocks")
     if images:
         session.pager = ParamPager(images, copies, plan.slot_count)
+    session.replay = replay_for(session, model)
+    if session.replay is not None:
+        asked = replace(asked, avoid_pages=True)
     if blocks:
-        session.activations = Activations(blocks, copies, activation_options(config), log)
+        options = activation_options(config, session.replay is not None)
+        session.activations = Activations(blocks, copies, options, log)
     session.attention = AttentionChoice(config.attention, device, log)
     session.attention.install(model, blocks)  # inside what is computed again
-    session.replay = replay_for(session, model)
     session.hook_blocks()
     session.optimizer = _make_optimizer(model, optimizer, session)
     start_optimizer(session)

@@ -18,6 +18,8 @@ from ts_core.schedule.planner import spread
 WARMUP_STEPS = 1
 # A policy must be this much faster to be chosen over one that was tried before it.
 LEAST_GAIN = 0.01
+# A trial costs steps; one that could gain less than this share of a step is not made.
+WORTH_A_TRIAL = 0.03
 
 
 class Tuner(Protocol):
@@ -82,47 +84,62 @@ class _Search:
 class RecomputeTuner(_Search):
     """How many of the blocks that cannot stay are recomputed rather than paged.
 
-    Tries none, all and half, then the quarters beside the fastest, and settles on the fastest.
+    Paging costs time on the link and recomputing arithmetic, and the two overlap, so the time of a
+    step is taken for a convex function of the share. All are recomputed first, which needs no host
+    memory, then half. When that is no faster, paging more is not either, and nothing more is tried.
+    Otherwise none, and at most one share between, where that could still be worth while.
 
     Args:
         policy_for: the policy with that share recomputed, within the limits.
-        window: steps per policy that count.
+        window: steps per policy that count; the fastest is its time.
+
+    Attributes:
+        share: of `current`.
+        tried: whether anything was measured.
     """
 
-    def __init__(self, policy_for: Callable[[float], ActivationPolicy], window: int = 3) -> None:
+    def __init__(self, policy_for: Callable[[float], ActivationPolicy], window: int = 2) -> None:
         super().__init__(window)
         self._policy_for = policy_for
         self._found: dict[float, float] = {}
-        self._queue = [0.0, 1.0, 0.5]
-        self._refined = False
-        self.share = self._queue.pop(0)
+        self.share = 1.0
         self.current = policy_for(self.share)
-        if self.current.modes == policy_for(1.0).modes:
+        self.tried = False
+        if self.current.modes == policy_for(0.0).modes:
             self.settled = True  # nothing can be recomputed instead of paged
 
     def observe(self, seconds: float) -> None:
         """One step under `current` took `seconds`."""
         if self.settled:
             return
-        median = self._measured(seconds)
-        if median is None:
+        if self._measured(seconds) is None:
             return
-        self._found[self.share] = median
-        while True:
-            if not self._queue and not self._refined:
-                self._refined = True
-                best = self._best()
-                self._queue = [s for s in (best - 0.25, best + 0.25) if 0 < s < 1]
-            if not self._queue:
-                self._settle()
-                return
-            share = self._queue.pop(0)
+        self.tried = True
+        self._found[self.share] = min(self._times)
+        for share in self._worth_trying():
             policy = self._policy_for(share)
-            if any(policy.modes == self._policy_for(other).modes for other in self._found):
-                continue
-            self.share, self.current = share, policy
-            self._next()
-            return
+            if all(policy.modes != self._policy_for(other).modes for other in self._found):
+                self.share, self.current = share, policy
+                self._next()
+                return
+        self._settle()
+
+    def _worth_trying(self) -> tuple[float, ...]:
+        """Shares that could be faster than those that were tried."""
+        found = self._found
+        if 0.5 not in found:
+            return (0.5, 0.0)  # one moved block has no half
+        if 0.0 not in found:
+            return (0.0,) if found[0.5] < found[1.0] * (1 - LEAST_GAIN) else ()
+        if len(found) > 3:
+            return ()
+        # A convex function lies above the line through two points, beyond them.
+        least = {
+            0.25: found[0.5] - (found[1.0] - found[0.5]) / 2,
+            0.75: found[0.5] - (found[0.0] - found[0.5]) / 2,
+        }
+        share = min(least, key=lambda share: least[share])
+        return (share,) if least[share] < (1 - WORTH_A_TRIAL) * min(found.values()) else ()
 
     def _best(self) -> float:
         best = next(iter(self._found))

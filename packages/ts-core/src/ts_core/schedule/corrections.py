@@ -126,8 +126,8 @@ class PeakCorrector:
             return None
         changed = self._replan(peak, target, may_return)
         if changed is None:
-            self._quiet += may_return
-            if self._quiet >= QUIET_STEPS:
+            self._quiet += 1
+            if may_return and self._quiet >= QUIET_STEPS:
                 self.adapting = False
             news = self._over(peak, target) if peak > target else ""
             if news or self.adapting or self._most_needed > before:

@@ -131,6 +131,7 @@ class PlanOptions:
             for recompute only). They matter where the model's activations are known.
         inflight: the most bytes of paged activations still crossing the link at once.
         disk: whether weights beyond the page-lock budget may lie on disk.
+        avoid_pages: "auto" pages activations only where nothing else fits (blocks are replayed).
     """
 
     param_offload: str | bool | float | tuple[int, ...] = "auto"
@@ -142,6 +143,7 @@ class PlanOptions:
     recompute: str | bool | float | tuple[int, ...] = "auto"
     inflight: int = 1 << 30
     disk: bool = False
+    avoid_pages: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,17 +92,18 @@ def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions)
     best: Plan | None = None
     for policy in _policies(model, options):
         plan = _with_policy(model, machine, options, policy)
-        if best is None or _order(plan) < _order(best):
+        if best is None or _order(plan, options) < _order(best, options):
             best = plan
     assert best is not None
     return best
 
 
-def _order(plan: Plan) -> tuple[float, ...]:
+def _order(plan: Plan, options: PlanOptions) -> tuple[float, ...]:
     if not plan.fits:  # what fits the device and lacks host memory says what really is missing
         return (1, plan.failed != "host", plan.shortfall)
     changed = sum(policy != KEEP for policy in plan.activations)
-    return (0, plan.seconds.get("step", 0.0), len(plan.paged), changed)
+    avoided = options.avoid_pages and OFFLOAD in plan.activations
+    return (0, avoided, plan.seconds.get("step", 0.0), len(plan.paged), changed)
 
 
 def _policies(model: ModelProfile, options: PlanOptions) -> list[tuple[str, ...]]:
@@ -173,7 +174,7 @@ def _with_policy(
         if plan.fits:
             return plan
         found.append(plan)
-    return min(found, key=_order)
+    return min(found, key=lambda plan: _order(plan, options))
 
 
 def _fewest_paged(case: Case, candidates: tuple[int, ...]) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ class BlockReplay:
             return self._eagerly(str(why), eager)
         entry = self._find(here, key)
         if entry is None:
-            if not self._settled() or not _comes_again(here, key):
+            if not _comes_again(here, key) or not self._settled():
                 return eager()
             return self._observe(here, block, key, spec, tensors, args, kwargs, eager)
         if entry.refused or entry.observed is None or entry.watch is None:
