@@ -90,6 +90,7 @@ class PeakCorrector:
         self._quiet = 0
         self._returns = 0
         self._most_needed = 0
+        self._stays: tuple[bool, int, int, tuple[int, ...]] | None = None
         self._warned = False
 
     @property
@@ -231,12 +232,16 @@ class PeakCorrector:
     def _replan(self, peak: int, target: int, may_return: bool) -> Plan | None:
         now = len(self.plan.paged)
         over = peak > target
+        returning = may_return and self._returns < _MOST_RETURNS and now > 0
+        case = (over, self._most_needed, target, self.plan.paged)
+        if case == self._stays or not (over or returning):
+            return None
         enough = self._with_room_for(self._most_needed + int(target * _MARGIN))
         if over and len(enough.paged) > now:
             return enough
-        returning = may_return and self._returns < _MOST_RETURNS
-        if not over and returning and len(enough.paged) < now:
+        if not over and len(enough.paged) < now:
             return enough
+        self._stays = case  # the same answer at the next step, without the search
         return None
 
     def _with_room_for(self, reserve: int) -> Plan:
@@ -245,15 +250,15 @@ class PeakCorrector:
         machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]
-        choices = [
-            tuple(sorted([*stuck, *repage(current, self._movable, count)]))
-            for count in range(len(self._movable) + 1)
-        ]
+        choices: list[tuple[int, ...]] = []
         for slots in range(options.slot_count, 0, -1):
             case = Case(self._model, machine, options, (), slots)
-            for chosen in choices:
-                if case.shortfall(chosen) == 0:
-                    return case.plan(chosen)
+            for count in range(len(self._movable) + 1):
+                if count == len(choices):
+                    more = repage(current, self._movable, count)
+                    choices.append(tuple(sorted([*stuck, *more])))
+                if case.shortfall(choices[count]) == 0:
+                    return case.plan(choices[count])
         return case.plan(choices[-1])
 
     def _over(self, peak: int, target: int) -> str:

@@ -33,6 +33,7 @@ class Call:
         recorder: of the device.
         block: the block.
         weights: of the block.
+        addresses: where they are now.
         watch: the Python state that the recording is valid for.
         forward: the block's own forward.
         guard: the pager, when plain weights of the block stream.
@@ -46,6 +47,7 @@ class Call:
         recorder: Recorder,
         block: nn.Module,
         weights: Weights,
+        addresses: tuple[int, ...],
         watch: ModuleWatch,
         forward: Callable[..., Any],
         guard: ParamPager | None,
@@ -63,7 +65,7 @@ class Call:
         self._enter = enter
         self._count = count
         self._place = recorder.place()
-        self._addresses = weights.addresses()
+        self._addresses = addresses
         self._settings = settings()
         self._autocast = _autocast_now(recorder.generator.device.type)
         kept = recording.mode != RECOMPUTE  # else torch's checkpoint does not look either

@@ -160,6 +160,7 @@ class BlockReplay:
                     self._recorder,
                     block,
                     here.weights,
+                    recording.addresses,
                     entry.watch,
                     forward,
                     guard,

@@ -89,6 +89,7 @@ class Recording:
         device = tensors[0].device
         self.observed = observed
         self.mode = mode
+        self.addresses = weights.addresses()
         self.generation = 0
         self.live: weakref.ref[Any] | None = None
         self._recorder = recorder
