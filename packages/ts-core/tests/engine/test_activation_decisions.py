@@ -234,6 +234,40 @@ def test_adjusting_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         fixed.keep_resident(2)
 
 
+@pytest.mark.parametrize("more", [0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+def test_after_a_probe_that_pages_the_first_decision_fits(
+    monkeypatch: pytest.MonkeyPatch, more: float
+) -> None:
+    """Such a probe takes less than recomputing every block would, and counts as what it is."""
+    device = Accelerator()
+    model, offloader = start(device, monkeypatch, recompute=False, max_inflight_bytes=1)
+    assert short(offloader) == "oooook"
+
+    def peak(policy: list[str]) -> int:
+        """Of a step whose loss takes no memory, event by event."""
+        blocks = offloader._activations.measured
+        end = [
+            b.saved if mode == "keep" else b.saved - b.pageable if mode == "offload" else b.boundary
+            for b, mode in zip(blocks, policy, strict=True)
+        ]
+        found = sum(end)
+        for k, block in enumerate(blocks):
+            fetched = [
+                b.pageable for b, mode in zip(blocks[:k], policy, strict=False) if mode[0] == "o"
+            ]
+            found = max(found, sum(end[:k]) + sum(fetched[-1:]) + block.saved)
+        return found
+
+    steps(model, 1)
+    offloader._activations.measured = offloader._activations._meter.result()
+    every = peak(["recompute"] * DEPTH)
+    device.held = lambda: peak(offloader.policy)
+    device.limit_now = every + int(more * saved())
+    steps(model, 1)
+    assert peak(offloader.policy) <= device.limit_now
+    assert "k" in short(offloader)
+
+
 def test_on_the_host_auto_keeps_everything() -> None:
     model = tiny_model(DEPTH, dropout=0.1)
     offloader = ActivationOffloader(model, list(model.layers), min_bytes=0)

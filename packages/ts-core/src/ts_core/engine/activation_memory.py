@@ -12,7 +12,7 @@ from ts_core.memory.ram_floor import RamFloor
 from ts_core.schedule.activation_policy import (
     ActivationLimits,
     BlockActivations,
-    extra_device_bytes,
+    least_extra_bytes,
     ram_floor,
     ram_room,
 )
@@ -96,7 +96,7 @@ class ActivationMemory:
             return None
         options = self._options
         here = ActivationLimits(None, 0, options.prefetch_depth, self._copies.max_inflight_bytes)
-        return left + extra_device_bytes(measured, modes, here)
+        return left + least_extra_bytes(measured, modes, here)
 
     def carve(self, sizes: Sequence[int] | None, give_back: bool) -> None:
         """Have host buffers of these sizes and no others, page-locked now, watched if any.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
@@ -98,21 +98,58 @@ def extra_device_bytes(
     """Peak device memory of `modes` beyond that of a step that recomputes every block.
 
     The peak is at the end of forward (what every block holds, and pages still on their way out),
-    or when a block runs backward beside what earlier blocks hold and the pages fetched ahead.
+    or when a block runs backward beside what earlier blocks hold and the pages fetched ahead. 0
+    where both are less than recomputing every block takes.
     """
-    held = [_held(block, mode) - block.boundary for block, mode in zip(blocks, modes, strict=True)]
-    paged = [
-        block.pageable if mode == OFFLOAD else 0 for block, mode in zip(blocks, modes, strict=True)
-    ]
-    peak = sum(held) + min(limits.inflight, sum(paged))
+    held, paged = _held_and_paged(blocks, modes)
+    peak = max(0, sum(held) + min(limits.inflight, sum(paged)))
+    for before, ahead in _in_backward(held, paged, limits):
+        peak = max(peak, before + ahead)
+    return peak
+
+
+def least_extra_bytes(
+    blocks: Sequence[BlockActivations], modes: Sequence[str], limits: ActivationLimits
+) -> int:
+    """The least that the peak of `modes` is beyond that of a step that recomputes every block.
+
+    Below 0 where pages save more than recomputing does. It is for a peak that was measured under
+    `modes`: counting too much here would take for room what that step did not leave free. Both
+    peaks may be that of the loss or that of some backward, and no page may be on its way out.
+    """
+    if not blocks:
+        return 0
+    held, paged = _held_and_paged(blocks, modes)
+    most = max(block.saved - block.boundary for block in blocks)
+    later = sum(block.boundary for block in blocks)
+    in_backward = []
+    for (before, ahead), block in zip(_in_backward(held, paged, limits), blocks, strict=True):
+        later -= block.boundary  # that recomputing every block still holds at its own peak
+        own = block.saved - block.boundary
+        in_backward.append(before + ahead - later + own - most)
+    return min(sum(held), max(in_backward))
+
+
+def _held_and_paged(
+    blocks: Sequence[BlockActivations], modes: Sequence[str]
+) -> tuple[list[int], list[int]]:
+    """Per block, what it holds beyond its inputs when forward has ended, and what it pages."""
+    pairs = list(zip(blocks, modes, strict=True))
+    held = [_held(block, mode) - block.boundary for block, mode in pairs]
+    return held, [block.pageable if mode == OFFLOAD else 0 for block, mode in pairs]
+
+
+def _in_backward(
+    held: Sequence[int], paged: Sequence[int], limits: ActivationLimits
+) -> Iterator[tuple[int, int]]:
+    """Per block, in its backward: what earlier blocks hold, and the pages fetched ahead."""
     before = 0
     nearest: deque[int] = deque(maxlen=limits.prefetch_depth)  # paged blocks fetched ahead
     for extra, size in zip(held, paged, strict=True):
-        peak = max(peak, before + sum(nearest))
+        yield before, sum(nearest)
         before += extra
         if size:
             nearest.append(size)
-    return max(peak, 0)
 
 
 def decide(
