@@ -18,6 +18,7 @@ from ts_core.device import HostDevice, resolve_device
 from ts_core.engine import attention
 from ts_core.engine.attention import AttentionChoice, time_backends
 from ts_core.engine.attention_order import settle_torchs_order
+from ts_core.engine.own_forward import OwnForward
 
 
 class SeparateHost(HostDevice):
@@ -187,6 +188,29 @@ def test_auto_stops_looking_where_there_is_no_call_to_time() -> None:
         model(x).sum().backward()
     assert modes == [0, *[1] * attention._LOOKS, 0]
     assert "no call without a mask" in said[-1] and len(said) == 1
+    made.remove()
+
+
+@pytest.mark.parametrize("outer_first", [False, True])
+def test_blocks_get_their_own_forward_back_once_there_is_nothing_to_do(outer_first: bool) -> None:
+    """Also where others put something around it since, and are done earlier or later."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = AttentionChoice("auto", SeparateHost(), lambda _: None)
+    made.install(model, list(model))
+    outer = [OwnForward(block, lambda own, args, kwargs: own(*args, **kwargs)) for block in model]
+    x = torch.randn(2, 4)
+    for _ in range(attention._LOOKS):
+        model(x).sum().backward()
+    assert all("forward" in block.__dict__ for block in model)
+    if outer_first:
+        for around in outer:
+            around.remove()
+    model(x)
+    if not outer_first:
+        assert all("forward" in block.__dict__ for block in model)
+        for around in outer:
+            around.remove()
+    assert not any("forward" in block.__dict__ for block in model)
     made.remove()
 
 

@@ -109,6 +109,8 @@ class AttentionChoice:
                     self._order = order
             elif training:
                 self._order = None
+            if not self._undecided and self.backend is None:
+                self._restore_forwards()
             context.__enter__()
             self._here.contexts.append(context)
 
@@ -133,13 +135,17 @@ class AttentionChoice:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for forward in reversed(self._forwards):
-            forward.remove()
-        self._forwards.clear()
+        self._restore_forwards()
 
     def report(self) -> dict[str, Any]:
         """For memory_report()."""
         return {"mode": self.mode, "backend": self.backend, "timings_ms": dict(self.timings_ms)}
+
+    def _restore_forwards(self) -> None:
+        """Take what is around the blocks' forwards off."""
+        for forward in reversed(self._forwards):
+            forward.remove()
+        self._forwards.clear()
 
     def _looks_again(self) -> bool:
         """Whether a forward is to be searched for a call to time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 Around = Callable[[Callable[..., Any], Any, Any], Any]
+
+# What each forward put in front of another: whether it still does something, and the other.
+_under: weakref.WeakKeyDictionary[Any, tuple[list[bool], Any]] = weakref.WeakKeyDictionary()
 
 
 class OwnForward:
@@ -41,15 +45,23 @@ class OwnForward:
 
         forward.__wrapped__ = type(module).forward if mine is None else mine  # type: ignore[attr-defined]
         self._forward = torch.compiler.disable(forward)  # a compiled model breaks its graph here
+        _under[self._forward] = (active, mine)
         module.__dict__["forward"] = self._forward
 
     def remove(self) -> None:
-        """Put the module's own forward back; one wrapped around ours by others passes through."""
+        """Put the module's own forward back.
+
+        Where another forward has been put around ours since, ours passes through, and goes
+        when that one is removed.
+        """
         self._active[0] = False
         module = self._module()
         if module is None or module.__dict__.get("forward") is not self._forward:
             return
-        if self._mine is None:
+        mine = self._mine
+        while inspect.isfunction(mine) and mine in _under and not _under[mine][0][0]:
+            mine = _under[mine][1]
+        if mine is None:
             del module.__dict__["forward"]
         else:
-            module.__dict__["forward"] = self._mine
+            module.__dict__["forward"] = mine
