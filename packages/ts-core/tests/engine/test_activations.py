@@ -467,12 +467,12 @@ def test_missing_waits_are_caught_on_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
 LARGE: dict[str, Any] = {**GPU, "depth": 12, "length": 2048}
 
 
-def peak_of(**options: Any) -> int:
-    """Most bytes allocated on the GPU in a step of the large shape."""
-    model, _ = run(steps=2, delays=False, **LARGE, **options)
+def peak_of(shape: dict[str, Any], **options: Any) -> int:
+    """Most bytes allocated on the GPU in a step of that shape."""
+    model, _ = run(steps=2, delays=False, **shape, **options)
     model._trainstream_session.optimizer.synchronize()
     model._trainstream_session.device.reset_peak()
-    tokens = torch.randint(0, 37, (2, LARGE["length"]), device="cuda")
+    tokens = torch.randint(0, 37, (2, shape["length"]), device="cuda")
     model(tokens).backward()
     torch.cuda.synchronize()
     peak = int(memory_report(model)["gpu"]["peak_allocated"])
@@ -487,37 +487,42 @@ def peak_of(**options: Any) -> int:
 @pytest.mark.gpu
 def test_pages_and_recomputation_save_memory_on_the_gpu() -> None:
     fixed = {"max_inflight_bytes": 1 << 20}
-    kept = peak_of(activation_offload=False, recompute=False, **fixed)
-    paged = peak_of(activation_offload=True, recompute=False, **fixed)
-    recomputed = peak_of(activation_offload=False, recompute=True, **fixed)
+    kept = peak_of(LARGE, activation_offload=False, recompute=False, **fixed)
+    paged = peak_of(LARGE, activation_offload=True, recompute=False, **fixed)
+    recomputed = peak_of(LARGE, activation_offload=False, recompute=True, **fixed)
     assert paged < 0.7 * kept
     assert recomputed < 0.7 * kept
+
+
+# Large enough for the headroom to be several of the 20 MiB that torch's allocator takes at a time.
+LITTLE: dict[str, Any] = {**LARGE, "length": 8192}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["auto", False])
 def test_auto_trains_in_little_memory_on_the_gpu(recompute: Any) -> None:
     """A limit between what recomputing and what keeping everything needs."""
-    shape = {**LARGE, "steps": 60}
-    kept = peak_of(activation_offload=False, recompute=False)
-    least = peak_of(activation_offload=False, recompute=True)
-    limit = int((least + 0.4 * (kept - least)) / 0.9) + (64 << 20)
+    shape = {**LITTLE, "steps": 60}
+    kept = peak_of(LITTLE, activation_offload=False, recompute=False)
+    least = peak_of(LITTLE, activation_offload=False, recompute=True)
+    limit = int((least + 0.4 * (kept - least)) / 0.9)
     model, record = run(
         recompute=recompute,
         vram_limit=limit,
         check_memory=False,
-        max_inflight_bytes=16 << 20,
+        max_inflight_bytes=64 << 20,
         min_offload_bytes=1 << 16,
         delays=False,
         **shape,
     )
-    assert resident(**shape).differences(record) == []
-    found = memory_report(model)["activations"]
+    report = memory_report(model)
+    found = report["activations"]
     assert found["offloaded_blocks"] or found["recompute_blocks"]
     assert found["policy"].count("keep") > 1
-    assert memory_report(model)["gpu"]["peak_allocated"] <= limit
+    assert report["gpu"]["peak_allocated"] <= limit
     assert not model._trainstream_session.activations.adapting
-    unwrap(model)
+    unwrap(model)  # which lifts the limit: the reference needs more
+    assert resident(**shape).differences(record) == []
 
 
 @pytest.mark.gpu
