@@ -93,6 +93,12 @@ def _configure_compare(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=1, help="rounds, each in another order (%(default)s)")
     add("--warmup", type=int, default=3, help="steps before timing (%(default)s)")
     add("--steps", type=int, default=8, help="timed steps (%(default)s)")
+    add(
+        "--settling",
+        type=int,
+        default=36,
+        help="warm-up steps at most, for engines that tell when they have settled (%(default)s)",
+    )
     add("--variant", help="run only this variant of engines that have it (see `list`)")
     add("--limit", type=parse_size, default="", help="device memory cap, as 12GB or none")
     add("--batch", type=int, help="rows per step, instead of the scenario's")
@@ -139,6 +145,7 @@ def _compare(args: argparse.Namespace) -> int:
     settings = Settings(
         device=_device(args.device, scenarios),
         warmup=args.warmup,
+        settling=args.settling,
         steps=args.steps,
         repeats=args.repeats,
         variant=args.variant,

@@ -7,13 +7,15 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import Tensor
 
 from ts_bench.activity import link_rates, profile
-from ts_bench.engines import Engine, UnsupportedError
+from ts_bench.engines import Engine, Step, UnsupportedError
 from ts_bench.records import Measurement
 from ts_bench.scenarios import Scenario
 from ts_core.errors import NonFiniteError, OptionError
@@ -29,11 +31,15 @@ class Counts:
         warmup: not timed.
         timed: timed.
         profiled: profiled after the timed ones, on a CUDA device.
+        settling: not timed, at most, for an engine that tells when it has settled.
+        settling_s: seconds after which no more of these are begun.
     """
 
     warmup: int
     timed: int
     profiled: int = 0
+    settling: int = 0
+    settling_s: float = 25.0
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.timed < 1:
@@ -51,6 +57,7 @@ def measure(
     warmup: int,
     steps: int,
     profiled: int = 0,
+    settling: int = 0,
 ) -> Measurement:
     """Prepare the engine and run its steps; see `Run`.
 
@@ -62,13 +69,14 @@ def measure(
         warmup: steps that are run and not timed.
         steps: timed steps.
         profiled: steps that are profiled after them.
+        settling: the most steps of a warm-up, for an engine that tells when it has settled.
 
     Raises:
         OptionError: no warm-up or no timed step, or a cap larger than the device.
         NonFiniteError: a loss was NaN or infinite, so the figures mean nothing.
         UnsupportedError, torch.OutOfMemoryError, MemoryError: from the engine.
     """
-    counts = Counts(warmup, steps, profiled)
+    counts = Counts(warmup, steps, profiled, settling)
     return Run(engine, scenario, variant, device).measure(counts)
 
 
@@ -125,9 +133,8 @@ class Run:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(device)
         begun = time.perf_counter()
-        losses = [step() for _ in range(counts.warmup)]
-        _synchronize(device)
-        warmup_s = time.perf_counter() - begun
+        losses, settled = warm_up(step, counts, lambda: _synchronize(device))
+        warmup_s, warmup_steps = time.perf_counter() - begun, len(losses)
         tell = getattr(step, "transferred", None)
         before = tell() if tell is not None else {}
         times, host = [], []
@@ -159,6 +166,8 @@ class Run:
             host_s=host,
             transferred={way: (after[way] - before[way]) / counts.timed for way in after} or None,
             link_gb_s=self.link_gb_s,
+            warmup_steps=warmup_steps,
+            settled=settled,
         )
         if counts.profiled and self.cuda:
             try:
@@ -167,6 +176,30 @@ class Run:
                 activity = {"error": f"{type(error).__name__}: {error}"}
             figures = dataclasses.replace(figures, activity=activity)
         return figures
+
+
+def warm_up(
+    step: Step, counts: Counts, synchronize: Callable[[], None]
+) -> tuple[list[Tensor], bool | None]:
+    """Run the steps of a warm-up, and more until the engine has settled, within bounds.
+
+    Returns:
+        Losses of the steps, and whether it has settled (None: it does not tell).
+    """
+    tell: Callable[[], bool] | None = getattr(step, "settled", None)
+    begun = time.perf_counter()
+    losses, settled = [], None
+    for number in range(max(counts.warmup, counts.settling)):
+        if number >= counts.warmup and (
+            tell is None or settled or time.perf_counter() - begun > counts.settling_s
+        ):
+            break
+        losses.append(step())
+        if tell is not None:
+            synchronize()
+            settled = tell()
+    synchronize()
+    return losses, settled
 
 
 def _cap_memory(scenario: Scenario, device: torch.device) -> None:

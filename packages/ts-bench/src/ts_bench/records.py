@@ -44,6 +44,8 @@ class Measurement:
         transferred: bytes copied between host and device per timed step, by direction ("h2d",
             "d2h"), where the engine counts them.
         link_gb_s: page-locked copies of this process alone, by direction, in 1e9 bytes per second.
+        warmup_steps: how many the warm-up took; 0 in older records.
+        settled: whether the engine had settled after them; None where it does not tell.
     """
 
     step_s: list[float]
@@ -60,6 +62,8 @@ class Measurement:
     activity: dict[str, Any] | None = None
     transferred: dict[str, float] | None = None
     link_gb_s: dict[str, float] | None = None
+    warmup_steps: int = 0
+    settled: bool | None = None
 
 
 @dataclass(frozen=True)

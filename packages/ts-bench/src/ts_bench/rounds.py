@@ -33,6 +33,7 @@ class Settings:
     Attributes:
         device: "cuda" or "cpu".
         warmup, steps: steps before timing, and timed.
+        settling: steps before timing at most, for engines that tell when they have settled.
         repeats: rounds; each round runs every engine once, starting one further on.
         variant: only this variant of each engine that has it; None tries them in order.
         threads: torch's CPU threads in each process; None leaves torch's choice.
@@ -54,6 +55,7 @@ class Settings:
     profiled: int = 0
     link: bool = False
     preload: bool = False
+    settling: int = 0
 
     def __post_init__(self) -> None:
         for field in ("warmup", "steps", "repeats"):
@@ -211,6 +213,7 @@ class _Run:
             settings={
                 "device": self.settings.device,
                 "warmup": self.settings.warmup,
+                "settling": self.settings.settling,
                 "steps": self.settings.steps,
                 "threads": self.settings.threads,
             },
@@ -242,6 +245,7 @@ class _Run:
             "steps": self.settings.steps,
             "threads": self.settings.threads,
             "profiled": self.settings.profiled,
+            "settling": self.settings.settling,
             "link": self.settings.link,
         }
         own = getattr(engine, "own_interpreter", False)

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         device="cpu" if args.tiny else "cuda",
         warmup=suite.warmup,
+        settling=suite.settling,
         steps=args.steps or suite.steps,
         threads=args.threads,
         run_limit_s=args.run_limit,

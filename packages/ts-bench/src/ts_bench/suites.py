@@ -47,6 +47,7 @@ class Suite:
         entries: in order of importance.
         link: whether each process measures its link, too.
         warmup, steps: of each scenario.
+        settling: the most steps of a warm-up, for engines that tell when they have settled.
     """
 
     note: str
@@ -54,6 +55,7 @@ class Suite:
     link: bool = False
     warmup: int = 4
     steps: int = 10
+    settling: int = 36
 
 
 def _lora(limit: str, *sizes: str) -> tuple[str, ...]:
@@ -169,4 +171,4 @@ def _chosen(told: Sequence[str], only: Sequence[str]) -> bool:
 
 def with_steps(suite: Suite, *, toy: bool) -> Suite:
     """With as few steps as a try-out needs."""
-    return dataclasses.replace(suite, warmup=1, steps=2) if toy else suite
+    return dataclasses.replace(suite, warmup=1, steps=2, settling=3) if toy else suite

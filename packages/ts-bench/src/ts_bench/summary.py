@@ -110,7 +110,7 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
         engine=engine,
         variant=good[-1].variant,
         status=records.OK,
-        note="; ".join(earlier),
+        note="; ".join([*earlier, *_unsettled(figures)]),
         step_ms=median(ms),
         step_ms_range=(min(ms), max(ms)),
         ratio=median(ratios) if ratios else None,
@@ -122,6 +122,12 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
         rounds=len(good),
         **_activity(figures),
     )
+
+
+def _unsettled(figures: Sequence[Measurement]) -> list[str]:
+    """Whether an engine was still changing how it runs when its steps were timed."""
+    steps = [figure.warmup_steps for figure in figures if figure.settled is False]
+    return [f"not settled after {max(steps)} steps"] if steps else []
 
 
 def _activity(figures: Sequence[Measurement]) -> dict[str, float]:

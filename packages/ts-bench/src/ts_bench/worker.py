@@ -44,7 +44,7 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     Args:
         job: engine, variant, scenario, device, warmup, steps, threads; and maybe `also` (more
             scenarios of the same model, run one after the other on what was prepared), `profiled`
-            (steps) and `link` (whether to measure the link).
+            and `settling` (steps) and `link` (whether to measure the link).
         on_result: called with what there is so far, after each scenario.
 
     Returns:
@@ -63,7 +63,9 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     device = torch.device(job["device"])
     if device.type == "cuda":  # some calls of torch want the index said
         device = torch.device("cuda", torch.cuda.current_device())
-    counts = Counts(job["warmup"], job["steps"], job.get("profiled", 0))
+    counts = Counts(
+        job["warmup"], job["steps"], job.get("profiled", 0), settling=job.get("settling", 0)
+    )
     prepared: list[Run] = []
 
     def first() -> records.Measurement:

@@ -162,6 +162,8 @@ class TrainStep:
             scenario asks for it.
         transferred: tells bytes copied between host and device so far, by direction ("h2d",
             "d2h"); None where nothing counts them.
+        settled: asked once after each step of the warm-up, whether the engine has stopped changing
+            how it runs; None for one that never changes.
     """
 
     def __init__(
@@ -174,11 +176,13 @@ class TrainStep:
         loss: LossFunction | None = None,
         clips: bool = False,
         transferred: Callable[[], dict[str, int]] | None = None,
+        settled: Callable[[], bool] | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self.transferred = transferred
+        self.settled = settled
         self._batches = input_batches(scenario, device)
         self._details = details
         self._loss = loss or own_loss

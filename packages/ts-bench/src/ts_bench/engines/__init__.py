@@ -28,7 +28,9 @@ class Step(Protocol):
     """One optimizer step: forward, backward, update, gradients cleared.
 
     It may also have `use(scenario)`, which goes on with batches of another scenario with the same
-    model, and `transferred()`, which tells the bytes copied between host and device so far.
+    model, `transferred()`, which tells the bytes copied between host and device so far, and
+    `settled()`, asked once after each step, whether it has stopped changing how it runs: the
+    warm-up goes on until then, within bounds.
     """
 
     def __call__(self) -> Tensor:

@@ -24,6 +24,8 @@ from ts_core.errors import NotAvailableError, UnknownPluginError
 
 CHECKPOINTING = "checkpointing"
 LOSS_CHUNK_SIZE = 1024  # TrainStreamTrainer's default
+# A block's call is recorded when it comes for the third time after everything has settled.
+QUIET_STEPS = 4
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -100,7 +102,32 @@ class TrainStreamEngine:
             loss,
             clips=True,
             transferred=lambda: _transferred(model),
+            settled=Settled(model),
         )
+
+
+class Settled:
+    """Whether a wrapped model runs as it will go on running; to be called once after each step.
+
+    It does once placement and activations have settled and nothing was recorded, moved or decided
+    in the last few steps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: tuple[int, ...] = ()
+        self._quiet = 0
+
+    def __call__(self) -> bool:
+        from ts_core import memory_report
+
+        report = memory_report(self._model)
+        replay = report.get("replay", {})
+        counts = (replay.get("recorded", 0), replay.get("dropped", 0), len(report["events"]))
+        quiet = report["plan"]["settled"] and counts == self._seen
+        self._seen = counts
+        self._quiet = self._quiet + 1 if quiet else 0
+        return self._quiet >= QUIET_STEPS
 
 
 def _trainer_loss(
