@@ -17,7 +17,7 @@ from ts_bench.engines.ours import ENGINE
 from ts_bench.engines.unsloth import checkpoint_folder, write_checkpoint
 from ts_bench.rounds import Entry, Settings, run_entries
 from ts_bench.scenarios import SCENARIOS, toy_of
-from ts_bench.suites import SUITES, rounds_of
+from ts_bench.suites import REPLAY, SUITES, rounds_of
 from ts_bench.workload import input_batches
 from ts_core.errors import OptionError
 from ts_core.registry import Registry
@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 def test_a_suite_names_scenarios_of_one_model_and_cap(name) -> None:
     rounds = rounds_of(SUITES[name])
     assert len(rounds) > 1
-    assert all(set(later) <= set(rounds[0]) for later in rounds)
-    for entry in rounds[0]:
+    every = [entry for entries in rounds for entry in entries]
+    for entry in every:
         first = entry.scenarios[0]
         for scenario in entry.scenarios:
             assert (scenario.shape, scenario.base) == (first.shape, first.base)
@@ -41,9 +41,28 @@ def test_a_suite_names_scenarios_of_one_model_and_cap(name) -> None:
         assert parse_spec(entry.engine)[0]
     (toys,) = rounds_of(SUITES[name], toy=True)
     assert all(not scenario.needs_gpu for entry in toys for scenario in entry.scenarios)
+    assert len(toys) == len(set(every))
+
+
+def test_the_lora_suite_begins_with_what_is_compared() -> None:
+    """Each rival once, our engine three times, before what is of less interest."""
+    rounds = rounds_of(SUITES["lora"])
+    first = {(entry.engine, s.name) for entry in rounds[0] for s in entry.scenarios}
+    for size in ("1x512", "1x2048"):
+        for limit in ("24g", "12g"):
+            name = f"lora-14b-nf4-{size}-{limit}"
+            rivals = {engine for engine, scenario in first if scenario == name}
+            assert {"unsloth", "bitsandbytes", "bitsandbytes-liger", REPLAY} <= rivals
+            times = [[e.engine for e in r if name in [s.name for s in e.scenarios]] for r in rounds]
+            assert [engines.count(REPLAY) for engines in times] == [1, 1, 1, 0]
+    assert [len(entries) for entries in rounds[1:3]] == [3, 2]
+    last = rounds[-1][-1]
+    assert [scenario.name for scenario in last.scenarios] == ["lora-14b-nf4-packed-2x2048-12g"]
 
 
 def test_only_some_entries() -> None:
+    (packed,) = rounds_of(SUITES["lora"], only=["packed"], rounds=1)
+    assert len(packed) == 3
     entries = rounds_of(SUITES["lora"], only=["unsloth"], rounds=1)[0]
     assert {entry.engine for entry in entries} == {"unsloth"}
     assert rounds_of(SUITES["lora"], only=["no such thing"]) == []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ts_bench import records
-from ts_bench.summary import OURS, Row
+from ts_bench.summary import Row, is_ours
 
 OURS_COLOR = "#1f6f8b"
 RIVAL_COLOR = "#b9c4c9"
@@ -49,7 +49,7 @@ def plot(rows: Sequence[Row], path: Path, limits_gb: dict[str, float | None], ca
 
 def _bars(axes, group, values, label, form) -> None:  # type: ignore[no-untyped-def]
     places = range(len(group))
-    colors = [OURS_COLOR if row.engine == OURS else RIVAL_COLOR for row in group]
+    colors = [OURS_COLOR if is_ours(row.engine) else RIVAL_COLOR for row in group]
     axes.barh(places, [value or 0.0 for value in values], color=colors, height=0.65)
     largest = max((value for value in values if value is not None), default=1.0)
     axes.set_xlim(0, largest * 1.25)

@@ -2,11 +2,13 @@
 
 A job runs in a Python of its own, or, where many jobs follow each other, in a process forked from
 one that has imported torch, transformers and PEFT before (and done nothing else: no CUDA, no
-threads). That saves the seconds which every engine would spend on the same imports.
+threads). That saves the seconds which every engine would spend on the same imports. Libraries that
+ask for the GPU's properties while they are imported are told what another process saw.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -16,11 +18,15 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from ts_bench import cuda_facts, preload
+
 PRELOADED = [
     "torch",
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "ts_hf",
+    "ts_quant",
+    "ts_kernels",
     "ts_bench.measure",
     "ts_bench.workload",
 ]
@@ -35,10 +41,12 @@ class Starter:
     Args:
         preload: fork from a process with the imports done. With CUDA, the first job that finds
             it unusable turns this off, and is run again without.
+        cuda: whether the jobs use CUDA.
     """
 
-    def __init__(self, preload: bool = False) -> None:
+    def __init__(self, preload: bool = False, *, cuda: bool = False) -> None:
         self.preload = preload and os.name == "posix"
+        self.cuda = cuda
         self._context: ForkServerContext | None = None
 
     def run(
@@ -55,19 +63,24 @@ class Starter:
             code = self._forked(job, result, log, limit_s)
             if code != NO_CUDA:
                 return code
-            print("preloading does not work with CUDA here; going on without", file=sys.stderr)
+            told = log.read_text(encoding="utf-8", errors="replace").strip()
+            print(f"preloading does not work with CUDA here: {told}", file=sys.stderr)
             self.preload = False
         return _interpreter(job, result, log, limit_s)
 
     def _forked(self, job: Path, result: Path, log: Path, limit_s: float) -> int | None:
         if self._context is None:
-            # torch.cuda.is_available(), which imports may call, otherwise starts CUDA, and what
-            # is forked from there cannot use it.
-            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+            try:
+                facts = cuda_facts.gather() if self.cuda else None
+            except RuntimeError as error:
+                log.write_text(str(error), encoding="utf-8")
+                return NO_CUDA
             self._context = multiprocessing.get_context("forkserver")
-            self._context.set_forkserver_preload(PRELOADED)
+            self._context.set_forkserver_preload([preload.__name__])
+            os.environ[preload.VARIABLE] = json.dumps({"modules": PRELOADED, "facts": facts})
         process = self._context.Process(target=_in_fork, args=(str(job), str(result), str(log)))
         process.start()
+        os.environ.pop(preload.VARIABLE, None)  # the first start has started the server with it
         try:
             process.join(limit_s)
             return process.exitcode
@@ -85,8 +98,6 @@ def _in_fork(job: str, result: str, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    import json
-
     from ts_bench import worker
 
     if json.loads(Path(job).read_text(encoding="utf-8"))["device"] == "cuda":

@@ -148,7 +148,7 @@ class _Run:
         self.on_record = on_record
         self.run_id = uuid.uuid4().hex[:12]
         self.records: list[Record] = []
-        self.starter = Starter(settings.preload)
+        self.starter = Starter(settings.preload, cuda=settings.device == "cuda")
         limit = settings.time_limit_s
         self.deadline = None if limit is None else time.monotonic() + limit
         # What a record says when no process got so far as to tell.

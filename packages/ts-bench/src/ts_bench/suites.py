@@ -1,7 +1,8 @@
 """Lists of runs that belong together, most telling first, each meant for one stretch of GPU time.
 
 A suite has entries: an engine, and the scenarios (of one model and cap) that it runs in one
-process. Entries are run in order until the time limit; then those with more rounds again.
+process. Entries are run in order until the time limit, those of the first round, then those of the
+second, and so on.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Planned:
         scenarios: names, the first of which the engine is prepared for.
         variant: only this one; None tries them in order.
         rounds: in how many of the suite's rounds it runs.
+        first: the first of these, from 0: what is told last waits until the rest has run.
     """
 
     engine: str
     scenarios: tuple[str, ...]
     variant: str | None = None
     rounds: int = 1
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,9 @@ def _lora(limit: str, *sizes: str) -> tuple[str, ...]:
     return tuple(f"lora-14b-nf4-{size}-{limit}" for size in sizes)
 
 
-_ALL_24 = _lora("24g", "1x512", "1x2048", "packed-2x2048")
-_ALL_12 = _lora("12g", "1x512", "1x2048", "packed-2x2048")
+_ALL_24 = _lora("24g", "1x512", "1x2048")
+_ALL_12 = _lora("12g", "1x512", "1x2048")
+_PACKED_24, _PACKED_12 = _lora("24g", "packed-2x2048"), _lora("12g", "packed-2x2048")
 _FULL, _CLIP = "full-1.5b-4x512-24g", "full-1.5b-4x512-24g-clip"
 
 SUITES: dict[str, Suite] = {
@@ -71,19 +75,25 @@ SUITES: dict[str, Suite] = {
         "LoRA on a 14B shape in NF4: small and middle batches, 24 and 12 GB, and every rival",
         (
             Planned(REPLAY, _ALL_24, rounds=3),
-            Planned("unsloth", _ALL_24[:2], rounds=3),
-            Planned("bitsandbytes", _ALL_24[:1], PLAIN, rounds=2),
-            Planned(REPLAY, _ALL_12, rounds=2),
-            Planned("unsloth", _ALL_12[:2]),
-            Planned(FUSED, _ALL_24),
-            Planned("trainstream", _ALL_24),
+            Planned("unsloth", _ALL_24, rounds=2),
+            Planned(REPLAY, _ALL_12, rounds=3),
+            Planned("unsloth", _ALL_12),
+            Planned("bitsandbytes", _ALL_24[:1], PLAIN),
             Planned(LIGER, _ALL_24, CHECKPOINTING),
-            Planned("trainstream-0.4.1", _ALL_24[:2]),
             Planned("bitsandbytes", _ALL_24, CHECKPOINTING),
-            Planned(REPLAY, ("lora-14b-fp8-1x2048-24g",)),
-            Planned(FUSED, _ALL_12),
-            Planned(LIGER, _ALL_12[:2], CHECKPOINTING),
+            Planned(LIGER, _ALL_12, CHECKPOINTING),
+            Planned("trainstream-0.4.1", _ALL_24),
+            Planned("bitsandbytes", _ALL_12, CHECKPOINTING),
+            Planned("trainstream", _ALL_24, first=3),
+            Planned("trainstream-0.4.1", _ALL_12[:1], first=3),
+            Planned(FUSED, _ALL_24, first=3),
+            Planned(REPLAY, ("lora-14b-fp8-1x2048-24g",), first=3),
+            Planned(REPLAY, _PACKED_24, first=3),
+            Planned(LIGER, _PACKED_24, CHECKPOINTING, first=3),
+            Planned(FUSED, _ALL_12, first=3),
+            Planned(REPLAY, _PACKED_12, first=3),
         ),
+        steps=8,
     ),
     "optim": Suite(
         "full fine-tunes of 1.5B and 3B shapes: OffloadAdamW's modes, DeepSpeed, stock torch",
@@ -142,27 +152,26 @@ def rounds_of(
     Args:
         suite: from `SUITES`.
         toy: with toys in place of the models, once each: for trying the suite out on a CPU.
-        rounds: at most so many rounds.
+        rounds: at most so many rounds, of those that have such entries.
         only: keep the entries whose engine or a scenario of whose contains one of these texts.
     """
-    most = 1 if toy else max(entry.rounds for entry in suite.entries)
-    if rounds is not None:
-        most = min(most, rounds)
-    found = []
-    for repeat in range(most):
+    found: list[list[Entry]] = []
+    for repeat in range(max(entry.first + entry.rounds for entry in suite.entries)):
         entries = []
         for planned in suite.entries:
             told = (planned.engine, *planned.scenarios)
-            if planned.rounds <= repeat or not _chosen(told, only):
+            now = planned.first <= repeat < planned.first + planned.rounds
+            if not now or not _chosen(told, only):
                 continue
             scenarios = [get_scenario(name) for name in planned.scenarios]
             if toy:
                 scenarios = [toy_of(scenario) for scenario in scenarios]
             entries.append(Entry(planned.engine, tuple(scenarios), planned.variant))
         found.append(entries)
-    if toy:
-        found = [list(dict.fromkeys(entries)) for entries in found]
-    return [entries for entries in found if entries]
+    found = [entries for entries in found if entries]
+    if toy and found:
+        found = [list(dict.fromkeys(entry for entries in found for entry in entries))]
+    return found[:rounds]
 
 
 def _chosen(told: Sequence[str], only: Sequence[str]) -> bool:

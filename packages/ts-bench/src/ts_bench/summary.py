@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,6 +11,7 @@ from ts_bench import records
 from ts_bench.records import Measurement, Record
 
 OURS = "trainstream"
+PUBLISHED = "trainstream-0.4.1"
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,29 @@ def summarize(found: Sequence[Record], baseline: str | None = None) -> list[Row]
 
     Args:
         found: records of one or more runs.
-        baseline: the engine that ratios are relative to; None: trainstream where it succeeded,
-            else the first engine that did.
+        baseline: the engine that ratios are relative to; None: of trainstream's forms the one that
+            succeeded in most rounds, else the first engine that did.
     """
     rows = []
     for scenario in dict.fromkeys(record.scenario["name"] for record in found):
         here = [record for record in found if record.scenario["name"] == scenario]
-        good = dict.fromkeys(record.engine for record in here if record.status == records.OK)
-        base = baseline or (OURS if OURS in good else next(iter(good), None))
+        base = baseline or _baseline(here)
         base_ms = {_round(r): _median_ms(r) for r in here if r.engine == base and r.measurement}
         for engine in dict.fromkeys(record.engine for record in here):
             for some in _by_variant([record for record in here if record.engine == engine]):
                 rows.append(_row(some, base_ms))
     return rows
+
+
+def is_ours(engine: str) -> bool:
+    """Whether an engine (with its options) is a form of this trainstream."""
+    return engine.startswith(OURS) and engine != PUBLISHED
+
+
+def _baseline(found: Sequence[Record]) -> str | None:
+    good = Counter(record.engine for record in found if record.status == records.OK)
+    ours = [engine for engine in good if is_ours(engine)]
+    return max(ours, key=good.__getitem__) if ours else next(iter(good), None)
 
 
 def _by_variant(found: list[Record]) -> list[list[Record]]:
