@@ -125,3 +125,35 @@ def test_random_loops_end_equal_to_the_plain_run(clip: float | None, dtype: torc
 def test_random_loops_on_the_gpu(clip: float | None) -> None:
     with inject_delays(11, max_ms=0.5, share=0.05):
         loop(torch.bfloat16, clip, "cuda", 128, 200)
+
+
+def written(device: str, values: bool) -> dict[str, Any]:
+    """What six steps leave with state in device memory, its paged weights written between them."""
+    where = "cpu" if device == "host" else device
+    model = tiny_model(3, 64, dtype=torch.bfloat16, full=True)
+    model, optimizer = start(model, True, None, device)
+    optimizer.place_state(["resident"] * len(optimizer.buckets))
+    tokens_of = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        model(torch.randint(0, 37, (2, 5), generator=tokens_of).to(where)).backward()
+        optimizer.step()
+        if values:
+            with torch.no_grad():
+                for layer in model.layers:
+                    for weight in (layer.up.weight, layer.down.weight, layer.mix):
+                        weight.mul_(1.0)
+    found = {name: value.cpu() for name, value in model.state_dict().items()}
+    for number, entry in optimizer.state_dict()["state"].items():
+        found.update({f"{number} {name}": value.cpu() for name, value in entry.items()})
+    return found
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_writes_between_steps_come_before_an_update_on_the_device(device: str) -> None:
+    """State takes them on the compute stream, and the update runs on one of its own."""
+    expected = written(device, values=False)
+    with inject_delays(5, max_ms=3.0, share=1.0) as plan:
+        found = written(device, values=True)
+    assert plan.pauses > 0
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]

@@ -92,6 +92,7 @@ class DevicePlace(Place):
         where = work.device.torch_device if resident else None
         make = (lambda n, d: torch.zeros(n, dtype=d, device=where)) if resident else None
         self.state = _state(target, make or pinned_zeros(arena))
+        self._written = self._record() if resident else None
         if work.device.kind == "cuda":
             linked = self.state.tensors() if name == "zero_copy" else []
             _require_pinned([*linked, *([target] if in_place else [])], arena)
@@ -100,6 +101,9 @@ class DevicePlace(Place):
         device = self._work.device
         gradient = update.gradients.flat
         after = [*_queued(update.behind), *update.gradients.ready(device)]
+        if self._written is not None:  # a paged weight's gradient may have left before that
+            after.append(self._written)
+            self._written = None
 
         def work() -> None:
             for segment in update.segments:
@@ -129,7 +133,15 @@ class DevicePlace(Place):
         out.copy_(self.live()[name][offset : offset + out.numel()])
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
+        if self.name == "resident":
+            edges.pause(self._work.device, self._work.device.compute_stream())
         self.live()[name][offset : offset + values.numel()].copy_(values)
+        if self.name == "resident":
+            self._written = self._record()
+
+    def _record(self) -> Event:
+        """An event after what this thread has written into state in device memory."""
+        return self._work.device.compute_stream().record()
 
     def host_bytes(self) -> int:
         return 0 if self.name == "resident" else self._bytes()
