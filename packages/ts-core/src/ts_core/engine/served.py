@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,13 @@ def _decode_weight(
             decode = getattr(parameter, "dequantize", None)
             if decode is not None:
                 state[key] = decode()
+
+
+def holds_stored(blocks: Iterable[nn.Module]) -> bool:
+    """Whether some frozen weight of the blocks is stored by a codec."""
+    return any(
+        bool(_codecs_of([p])) for block in blocks for p in block.parameters() if is_wrapper(p)
+    )
 
 
 def serve_stored(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ from ts_core.engine.experts import (
 from ts_core.engine.experts_store import run_stored
 from ts_core.engine.hosting import build_images
 from ts_core.engine.no_copies import refuses_copies
-from ts_core.engine.patches import apply_patches, patches_asked_for
+from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
 from ts_core.engine.placement import block_leaves, left_out, model_profile, move_resident
 from ts_core.engine.planning import (
     choose_codec,
@@ -42,7 +42,7 @@ from ts_core.engine.quantize_options import quantize_options
 from ts_core.engine.replay import replay_for
 from ts_core.engine.residence import plan_with_state, staying
 from ts_core.engine.residence import start as start_optimizer
-from ts_core.engine.served import configure_products, serve_stored, start_adapters
+from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.errors import OptionError, StateError
 from ts_core.memory.arena import default_arena
@@ -127,6 +127,7 @@ def wrap(
         model, optimizer, blocks, device, config, log, quantized, moments, experts
     )
     session: TrainStreamSession = getattr(model, ATTRIBUTE)
+    patches += patches_chosen(config, holds_stored(blocks), device, log)
     session.patches = apply_patches(patches, model, blocks, device, log)
     return model, wrapped
 
@@ -242,8 +243,6 @@ def _assemble(
             "outside what was compiled. To compile them, replace each by torch.compile(block) "
             "before wrap()"
         )
-    for line in _defaults_in_words(config):
-        log(line)
     setattr(model, ATTRIBUTE, session)
     device.reset_peak()
     return model, session.optimizer
@@ -417,13 +416,3 @@ def _made_optimizer(
         )
         return optimizer
     return convert_optimizer(optimizer, **shared)
-
-
-def _defaults_in_words(config: WrapOptions) -> list[str]:
-    lines = []
-    for name in ("kernels", "fused_lora"):
-        if getattr(config, name) == "auto":
-            lines.append(
-                f"{name}='auto': off until its gain has been measured; {name}=True turns it on"
-            )
-    return lines

@@ -8,10 +8,9 @@ folder answers two questions: what must be as it was when the graph was made (`s
 from ts_core.engine.replay.cuda_recorder import CudaRecorder
 from ts_core.engine.replay.policy import BlockReplay
 from ts_core.engine.replay.recorder import Recorded, Recorder
-from ts_core.engine.replay.setup import AUTO_IS_ON, recorder_for, replay_for
+from ts_core.engine.replay.setup import recorder_for, replay_for
 
 __all__ = [
-    "AUTO_IS_ON",
     "BlockReplay",
     "CudaRecorder",
     "Recorded",

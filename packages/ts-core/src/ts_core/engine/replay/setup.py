@@ -16,9 +16,6 @@ from ts_core.engine.replay.recorder import Recorder
 if TYPE_CHECKING:
     from ts_core.engine.session import TrainStreamSession
 
-# cuda_graphs="auto": to be turned on when its gain has been measured on a GPU.
-AUTO_IS_ON = False
-
 
 def recorder_for(device: Device) -> Recorder | None:
     """What records on a device; None where nothing can."""
@@ -29,11 +26,6 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
     """The replay that a session's options ask for, if any; says why not."""
     asked, say = session.config.cuda_graphs, session.log
     if asked is False or not session.blocks:
-        return None
-    if asked == "auto" and not AUTO_IS_ON:
-        say(
-            "cuda_graphs='auto': off until its gain has been measured; cuda_graphs=True turns it on"
-        )
         return None
     recorder = recorder_for(session.device)
     if recorder is None:
