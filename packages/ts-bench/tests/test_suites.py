@@ -17,7 +17,7 @@ from ts_bench.engines.ours import ENGINE
 from ts_bench.engines.unsloth import checkpoint_folder, write_checkpoint
 from ts_bench.rounds import Entry, Settings, run_entries
 from ts_bench.scenarios import SCENARIOS, toy_of
-from ts_bench.suites import REPLAY, SUITES, rounds_of
+from ts_bench.suites import OURS, SUITES, rounds_of
 from ts_bench.workload import input_batches
 from ts_core.errors import OptionError
 from ts_core.registry import Registry
@@ -52,9 +52,9 @@ def test_the_lora_suite_begins_with_what_is_compared() -> None:
         for limit in ("24g", "12g"):
             name = f"lora-14b-nf4-{size}-{limit}"
             rivals = {engine for engine, scenario in first if scenario == name}
-            assert {"unsloth", "bitsandbytes", "bitsandbytes-liger", REPLAY} <= rivals
+            assert {"unsloth", "bitsandbytes", "bitsandbytes-liger", OURS} <= rivals
             times = [[e.engine for e in r if name in [s.name for s in e.scenarios]] for r in rounds]
-            assert [engines.count(REPLAY) for engines in times] == [1, 1, 1, 0]
+            assert [engines.count(OURS) for engines in times] == [1, 1, 1, 0]
     assert [len(entries) for entries in rounds[1:3]] == [3, 2]
     last = rounds[-1][-1]
     assert [scenario.name for scenario in last.scenarios] == ["lora-14b-nf4-packed-2x2048-12g"]
