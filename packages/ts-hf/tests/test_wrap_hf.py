@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ts_core import memory_report, unwrap
+from ts_core.registry import codecs
 from ts_hf import wrap_hf
 
 
@@ -76,3 +79,53 @@ def test_a_cache_is_made_where_it_is_used() -> None:
         assert model.eval()(input_ids=tokens).past_key_values is not None
         assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (1, 8)
     assert unwrap(model).train()(input_ids=tokens).past_key_values is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "options"),
+    [
+        ("LlamaConfig", {"tie_word_embeddings": True}, {"param_offload": True}),
+        ("LlamaConfig", {}, {"quantize": "nf4", "param_offload": [1]}),
+        ("MixtralConfig", {"num_local_experts": 4}, {"moe_paging": True}),
+        ("MixtralConfig", {"num_local_experts": 4}, {"quantize": "nf4", "moe_paging": True}),
+        ("MixtralConfig", {"num_local_experts": 4}, {"quantize": "nf4", "param_offload": True}),
+    ],
+)
+def test_a_model_on_the_meta_device_is_filled_while_it_is_wrapped(
+    config: str, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Adapters, tied heads, stacked experts, buffers that no state dict has."""
+    if "quantize" in options and not codecs.has("nf4"):
+        pytest.skip("ts-quant is not installed")
+    made = getattr(transformers, config)(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **fields,
+    )
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    full = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(made), lora)
+    with torch.device("meta"):
+        bare = transformers.AutoModelForCausalLM.from_config(made)
+    empty = peft.get_peft_model(bare, lora)
+    values = {
+        name: tensor.detach().clone()
+        for name, tensor in (*full.named_parameters(), *full.named_buffers())
+    }
+    shared = {"device": "host", "lr": 1e-2, "quantize": "none", **options}
+    tokens = torch.randint(0, 96, (2, 12))
+    losses = []
+    for model, loader in ((full, None), (empty, values.__getitem__)):
+        wrapped, optimizer = wrap_hf(model, loader=loader, **shared)
+        found = []
+        for _ in range(3):
+            loss = wrapped(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1] and losses[0][2] < losses[0][0]

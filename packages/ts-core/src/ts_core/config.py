@@ -60,6 +60,7 @@ class WrapOptions:
     eager: bool | None = None
     threads: int | None = None
     profile: bool = True
+    loader: Any = None
     lr: float = 1e-3
     verbose: bool = False
 
@@ -264,6 +265,7 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eager": (_one_of(None, True, False), "None, True or False"),
     "threads": (_optional(lambda v: _is_int(v, 1)), "None or an integer of at least 1"),
     "profile": _FLAG,
+    "loader": (_optional(callable), "None or a function from a name to a tensor"),
     "lr": (lambda v: _is_number(v) and v >= 0, "a number of at least 0"),
     "verbose": _FLAG,
 }

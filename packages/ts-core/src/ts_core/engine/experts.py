@@ -99,7 +99,17 @@ def without_experts(
     sizes = [expert_bytes(spec) for spec in experts]
     copied = [expert_bytes(spec, per_weight) for spec in experts]
     slots = min(len(sizes), SLOTS) * max(copied)
-    return replace(profile, fixed_device=profile.fixed_device - sum(sizes) + slots)
+    unloaded = [k for k, spec in enumerate(experts) if _on_meta(spec)]  # takes host memory yet
+    return replace(
+        profile,
+        fixed_device=profile.fixed_device - sum(sizes) + slots,
+        host_state=profile.host_state + sum(copied[k] for k in unloaded),
+        to_load=profile.to_load - sum(sizes[k] for k in unloaded),
+    )
+
+
+def _on_meta(spec: StackedExperts) -> bool:
+    return any(spec.module._parameters[name].is_meta for name in spec.pageable())  # type: ignore[union-attr]
 
 
 class ExpertPaging:

@@ -14,6 +14,7 @@ from ts_core.engine.experts_layer import StackedExperts
 from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.served import serve_decoded
 from ts_core.store.leaves import is_wrapper, stored_bytes
+from ts_core.store.unloaded import can_load, values_of
 
 
 def experts_in(model: nn.Module, blocks: Sequence[nn.Module]) -> list[StackedExperts]:
@@ -72,12 +73,12 @@ def store_experts(
     for spec, name in plain_stacks(experts):
         weight = spec.module._parameters[name]
         assert weight is not None
-        source = weight.data
+        source = values_of(weight)
         if device.separate_memory:
             source = source.to(device.torch_device)
         stored = codec.encode(
             source, block_size=block_size, double_quant=double_quant, name=f"{spec.name}.{name}"
-        ).to(weight.device)
+        ).to("cpu" if can_load(weight) else weight.device)
         count, before, after = (
             count + 1,
             before + stored_bytes(weight),

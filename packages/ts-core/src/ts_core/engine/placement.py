@@ -93,6 +93,11 @@ def model_profile(
         gradients_wait=gradients_in_flight is None,
         gradients_leaving=_gradients_at_once(trained, trained_bytes, leaving),
         host_copies=trained_bytes if host_copies else 0,
+        to_load=sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (*model.parameters(), *model.buffers())
+            if tensor.is_meta
+        ),
     )
 
 

@@ -232,7 +232,13 @@ def stored_estimate(
         size - plain_bytes + int(count * per_weight)
         for size, (count, plain_bytes) in zip(profile.pageable, weights, strict=True)
     )
-    return replace(profile, pageable=pageable, in_host=min(profile.in_host, sum(pageable)))
+    saved = sum(profile.pageable) - sum(pageable)
+    return replace(
+        profile,
+        pageable=pageable,
+        in_host=min(profile.in_host, sum(pageable)),
+        to_load=max(0, profile.to_load - saved) if profile.to_load else 0,
+    )
 
 
 def _alternatives(

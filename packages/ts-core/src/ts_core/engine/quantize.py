@@ -15,6 +15,7 @@ from ts_core.engine.served import serve_decoded
 from ts_core.errors import OptionError
 from ts_core.registry import codecs
 from ts_core.store.leaves import is_wrapper, stored_bytes
+from ts_core.store.unloaded import can_load, values_of
 
 
 def quantize_model(
@@ -97,7 +98,7 @@ def quantize_model(
     storer = make_storer(codec, wanted, block_size, double_quant, second_moments)
 
     def source(module: nn.Linear) -> Tensor:
-        weight = module.weight.data
+        weight = values_of(module.weight)
         return weight.to(work.torch_device) if work.separate_memory else weight
 
     adapted = _adapted_layers(model)
@@ -121,7 +122,7 @@ def quantize_model(
             kept += stored.codec != quantize
             if result.start is not None:
                 module.error_start = result.start
-        stored = stored.to(weight.device)
+        stored = stored.to("cpu" if can_load(weight) else weight.device)
         size = stored_bytes(stored)
         if pinned + size <= pin_budget and weight.device.type == "cpu" and _gpu_in_use():
             stored, pinned = stored.pin_memory(), pinned + size

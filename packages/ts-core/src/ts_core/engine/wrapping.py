@@ -25,7 +25,7 @@ from ts_core.engine.experts import (
 )
 from ts_core.engine.experts_store import run_stored
 from ts_core.engine.hosting import build_images
-from ts_core.engine.no_copies import refuses_copies
+from ts_core.engine.meta_loading import MetaLoading, meta_tensors
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
 from ts_core.engine.placement import block_leaves, left_out, model_profile, move_resident
 from ts_core.engine.planning import (
@@ -44,12 +44,20 @@ from ts_core.engine.residence import plan_with_state, staying
 from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
-from ts_core.errors import OptionError, StateError
+from ts_core.engine.wrap_checks import (
+    check_blocks,
+    check_no_gradients,
+    check_pageable,
+    check_state,
+    compiled_from_outside,
+)
+from ts_core.errors import StateError
 from ts_core.memory.arena import default_arena
-from ts_core.optim import OffloadAdamW, check_convertible, checks, convert_optimizer
+from ts_core.optim import OffloadAdamW, convert_optimizer
 from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
 from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions
+from ts_core.schedule.plan import human
 from ts_core.store import Leaf, ParamPager
 from ts_core.transfer import CopyEngine
 
@@ -69,7 +77,8 @@ def wrap(
     The matrices of a paged block are CPU tensors outside its computation, on a GPU too.
 
     Args:
-        model: the model, on the CPU or already on the device.
+        model: the model, on the CPU or already on the device; or on the meta device, with the
+            option `loader`, from which its values are read straight to where they stay.
         optimizer: torch.optim.AdamW, torch.optim.Adam, OffloadAdamW, or None to make one with
             `lr` for every parameter that requires a gradient.
         **options: see `ts_core.config.WrapOptions` and docs/options.md.
@@ -83,18 +92,39 @@ def wrap(
         StateError: the model is already wrapped.
         OutOfBudgetError: the run cannot fit: which budget failed, by how much, what would help.
             The model is unchanged then.
+        DataError: `loader` has no values for a name, or not such as the model has. Parts of the
+            model may be loaded then: build it again.
     """
     config = WrapOptions.from_keywords(options)
     patches = patches_asked_for(config)
-    _check_state(model, optimizer, config)
+    check_state(model, optimizer, config)
+    loading = None
+    if config.loader is not None and meta_tensors(model):
+        loading = MetaLoading(model, config.loader, optimizer)
+    try:
+        return _wrap(model, optimizer, config, patches, loading)
+    finally:
+        if loading is not None:
+            loading.close()
+
+
+def _wrap(
+    model: ModelT,
+    optimizer: torch.optim.Optimizer | None,
+    config: WrapOptions,
+    patches: Any,
+    loading: MetaLoading | None,
+) -> tuple[ModelT, OffloadAdamW]:
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
-    _check_blocks(model, blocks, config)
+    check_blocks(model, blocks, config)
     check_activation_options(config.activation_offload, config.recompute, len(blocks))
     experts = experts_to_page(model, config.moe_paging)
-    _check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
+    check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
+    if config.loader is not None and loading is None:
+        log("loader: nothing to do, since nothing of the model is on the meta device")
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
@@ -121,10 +151,12 @@ def wrap(
         log(f"quantize: {quantized['tensors']} weights stored as {codec}")
     serve_stored(model)
     quantized["outliers"] = configure_products(model, config, log)
+    if loading is not None:
+        loading.fill_adapters(model)
     start_adapters(model, log)
     quantized["codec"] = codec
     model, wrapped = _start(
-        model, optimizer, blocks, device, config, log, quantized, moments, experts
+        model, optimizer, blocks, device, config, log, quantized, moments, experts, loading
     )
     session: TrainStreamSession = getattr(model, ATTRIBUTE)
     patches += patches_chosen(config, holds_stored(blocks), device, log)
@@ -161,6 +193,7 @@ def _start(
     quantized: dict[str, Any],
     moments: str,
     experts: Sequence[StackedExperts],
+    loading: MetaLoading | None,
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
     in_flight = gradients_in_flight(optimizer, config)
@@ -189,7 +222,9 @@ def _start(
     session.state_on_device = on_device
     session.trains_pageable = any(leaf.trained for block in leaves for leaf in block)
     try:
-        return _assemble(session, model, optimizer, leaves, profile, machine, asked, experts)
+        return _assemble(
+            session, model, optimizer, leaves, profile, machine, asked, experts, loading
+        )
     except BaseException:
         session.close()  # hooks, threads and files go; the weights keep their values
         raise
@@ -204,17 +239,24 @@ def _assemble(
     machine: MachineProfile,
     asked: PlanOptions,
     experts: Sequence[StackedExperts],
+    loading: MetaLoading | None,
 ) -> tuple[ModelT, OffloadAdamW]:
     blocks, device, config, log = session.blocks, session.device, session.config, session.log
     plan, copies = session.plan, session.copies
     paged = [leaf for index in plan.paged for leaf in leaves[index]]
-    _check_no_gradients(paged)
+    check_no_gradients(paged)
     images = build_images(session, {index: leaves[index] for index in plan.paged})
     if experts:
         session.experts = ExpertPaging(experts, copies, default_arena())
         paged += session.experts.leaves()
         log(session.experts.in_words())
     session.stored_experts = run_stored(model, blocks, experts)
+    if loading is not None:
+        loading.fill(model, device)
+        log(
+            f"loader: {loading.tensors} tensors of {human(loading.size_bytes)} read to where they "
+            f"stay"
+        )
     move_resident(model, device, paged)
     resident = plan.predicted.get("resident_blocks", 0)
     session.resident_reservation = device.pool.reserve(resident, "resident blocks")
@@ -237,7 +279,7 @@ def _assemble(
         session.activations.share_room = session.adapter.share_room
     session.hook_model(model)
     session.watch_for_room()
-    if _compiled_from_outside(model, blocks):
+    if compiled_from_outside(model, blocks):
         log(
             "torch.compile: the blocks run as they are, since their forwards are entered from "
             "outside what was compiled. To compile them, replace each by torch.compile(block) "
@@ -246,116 +288,6 @@ def _assemble(
     setattr(model, ATTRIBUTE, session)
     device.reset_peak()
     return model, session.optimizer
-
-
-def _compiled_from_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether torch.compile was asked for in a way that does not reach into the blocks."""
-    whole = getattr(model, "_orig_mod", None) is not None
-    return bool(blocks) and (
-        whole
-        or getattr(model, "_compiled_call_impl", None) is not None
-        or any(getattr(block, "_compiled_call_impl", None) is not None for block in blocks)
-    )
-
-
-def _check_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: WrapOptions
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"model is a {type(model).__name__}. Pass a torch.nn.Module.")
-    for module in model.modules():
-        if hasattr(module, ATTRIBUTE) or refuses_copies(module):
-            raise StateError(
-                "the model, a part of it, or one that it is a part of, is already wrapped. Call "
-                "unwrap() on that first."
-            )
-    empty = [name for name, p in model.named_parameters() if p.is_meta]
-    if empty:
-        raise OptionError(
-            f"{len(empty)} parameters are on the meta device and hold no values ({empty[0]}, ...). "
-            f"Load the weights first (model.to_empty(device='cpu') and load_state_dict(), or "
-            f"trainstream.load_model()), then wrap."
-        )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(
-            f"optimizer is a {type(optimizer).__name__}. Pass torch.optim.AdamW, "
-            f"torch.optim.Adam, OffloadAdamW or None."
-        )
-    if optimizer is not None and not isinstance(optimizer, OffloadAdamW):
-        check_convertible(optimizer)
-    if config.eager and config.max_grad_norm is not None:
-        raise OptionError(
-            f"eager=True cannot be combined with max_grad_norm={config.max_grad_norm}: clipping "
-            f"needs the whole gradient first. Use eager=None or False."
-        )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if optimizer is not None:
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-    checks.memory(trained)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise OptionError(
-            "the model has no parameter that requires a gradient, so there is nothing to train. "
-            "Add adapters (PEFT) or unfreeze parameters before wrapping."
-        )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise OptionError(
-            "the model is a DistributedDataParallel, which averages gradients after they have left "
-            "the device. Pass the module inside (model.module): wrap() averages over the "
-            "processes itself."
-        )
-    several = several_processes(config.distributed, config.optimizer_mode, config.eager)
-    if several and isinstance(optimizer, OffloadAdamW) and optimizer.processes == 1:
-        raise OptionError(
-            "the OffloadAdamW was made with distributed=False, or before the process group, and "
-            "trains alone. Make it after init_process_group(), or pass distributed=False to wrap() "
-            "too."
-        )
-
-
-def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOptions) -> None:
-    inside = {id(module) for module in model.modules()}
-    for index, block in enumerate(blocks):
-        if id(block) not in inside:
-            raise OptionError(
-                f"blocks[{index}] ({type(block).__name__}) is not a module of the model."
-            )
-    asked = config.param_offload
-    if isinstance(asked, list | tuple):
-        beyond = [index for index in asked if index >= len(blocks)]
-        if beyond:
-            raise OptionError(
-                f"param_offload names blocks {beyond}, but the model has {len(blocks)}. Use "
-                f"indices from 0 to {len(blocks) - 1}."
-            )
-    if not blocks and (asked is True or asked not in ("auto", False, 0)):
-        raise OptionError(
-            f"param_offload={asked!r} needs a stack of blocks and none was found. Pass "
-            f"blocks=[...]."
-        )
-
-
-def _check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> None:
-    asked = config.param_offload
-    if asked in ("auto", False, 0) or asked == [] or asked == ():
-        return
-    named = asked if isinstance(asked, list | tuple) else range(len(leaves))
-    empty = [index for index in named if not leaves[index]]
-    if empty and (isinstance(asked, list | tuple) or len(empty) == len(leaves)):
-        raise OptionError(
-            f"param_offload={asked!r} asks to page blocks {empty}, which hold no matrix that can "
-            f"stream: adapters, norms, biases and weights that several modules share stay on the "
-            f"device. Use param_offload=False, or name other blocks."
-        )
-
-
-def _check_no_gradients(paged: Sequence[Leaf]) -> None:
-    """A gradient cannot stay where its weight no longer is."""
-    held = [leaf.name for leaf in paged if leaf.trained and leaf.owner.grad is not None]
-    if held:
-        raise StateError(
-            f"{len(held)} trained weights of paged blocks hold gradients ({held[0]}, ...). Finish "
-            f"the step, or call zero_grad(), before wrap()."
-        )
 
 
 def _device_for(model: nn.Module, config: WrapOptions) -> Device:

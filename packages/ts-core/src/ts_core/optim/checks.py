@@ -121,7 +121,7 @@ def memory(params: Sequence[torch.nn.Parameter]) -> None:
     ranges = []
     for param in {id(param): param for param in params}.values():
         here = local(param.detach())
-        if here.numel() > 0:
+        if here.numel() > 0 and not here.is_meta:
             span = sum((n - 1) * abs(s) for n, s in zip(here.shape, here.stride(), strict=True)) + 1
             start = here.data_ptr()
             ranges.append((start, start + span * here.element_size(), param))

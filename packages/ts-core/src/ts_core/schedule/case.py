@@ -154,13 +154,18 @@ class Case:
             "optimizer_and_gradients": optimizer,
             "activations": moved,
         }
+        loaded = 0
+        if not machine.counts_fixed:  # what is yet to be loaded stays in host memory, paged or not
+            loaded = max(0, model.to_load - images)
+        if loaded:
+            host["to_be_loaded"] = loaded
         budget = None
         if machine.host_available is not None:
             free = max(0, machine.host_available - machine.host_floor)
             budget = free + min(model.in_host, images)
         if self.options.disk:  # frozen blocks go there that may not be locked, or RAM cannot hold
             locked = images if machine.page_lock_bytes is None else machine.page_lock_bytes
-            room = images if budget is None else budget - optimizer - moved
+            room = images if budget is None else budget - optimizer - moved - loaded
             stay = sum(
                 model.pageable[index]
                 for index in paged

@@ -61,6 +61,7 @@ class ModelProfile:
         gradients_leaving: the most bytes of gradients on their way off the device at once.
         host_copies: bytes of trained weights that have a copy in host memory while they are on a
             device of its own (host threads write new values there).
+        to_load: bytes of weights that have no values yet (meta device), and so no memory.
     """
 
     pageable: tuple[int, ...]
@@ -78,6 +79,7 @@ class ModelProfile:
     gradients_wait: bool = False
     gradients_leaving: int = 0
     host_copies: int = 0
+    to_load: int = 0
 
     def gradients(self, paged: Sequence[int]) -> int:
         """Bytes of gradients that lie on the device at once while these blocks are paged."""

@@ -15,6 +15,7 @@ from ts_core.memory.arena import PinnedArena
 from ts_core.store.homes import TrainedHome
 from ts_core.store.leaves import Leaf, is_dense, is_wrapper, tensor_leaves
 from ts_core.store.sources import MemorySource, Source
+from ts_core.store.unloaded import can_load, give_memory, values_of
 
 ALIGNMENT = 256
 HOST_KEY = -1
@@ -97,6 +98,13 @@ class BlockImage:
     def bind_host(self) -> None:
         """Let every leaf read from the host image."""
         self.bind(HOST_KEY, self.buffer_h)
+
+    def bind_first(self) -> None:
+        """`bind_host` for the first time, when parameters may have had no memory yet."""
+        for position, placement in enumerate(self.placements):
+            if placement.leaf.attribute is None and placement.leaf.holder.is_meta:
+                give_memory(placement.leaf.holder, self.host_view(position))
+        self.bind_host()
 
     def bind_one_to_host(self, position: int) -> None:
         """Let one leaf read from the host image, whatever the others do."""
@@ -202,7 +210,7 @@ def pageable_leaves(block: nn.Module, shared: set[int]) -> list[Leaf]:
         if id(parameter) in shared or (parameter.requires_grad and id(parameter) not in trained):
             continue
         found = list(tensor_leaves(name, parameter))
-        if all(_movable(leaf.get()) for leaf in found):
+        if all(_movable(leaf) for leaf in found):
             leaves.extend(replace(leaf, trained=parameter.requires_grad) for leaf in found)
     return leaves
 
@@ -232,9 +240,9 @@ def build_image(index: int, leaves: Sequence[Leaf], arena: PinnedArena) -> Block
 def filled_image(index: int, placements: Sequence[Placement], source: Source) -> BlockImage:
     """Copy the leaves into the source's buffer and bind them to it; their old memory is freed."""
     for placement in placements:
-        placement.view(source.buffer_h).copy_(placement.leaf.get())
+        placement.view(source.buffer_h).copy_(_values(placement.leaf))
     image = image_over(index, placements, source)
-    image.bind_host()
+    image.bind_first()
     image.homes = tuple(
         TrainedHome(image, position, placement.leaf.holder)
         for position, placement in enumerate(placements)
@@ -259,7 +267,7 @@ def bytes_of(placements: Sequence[Placement], size_bytes: int) -> Iterator[torch
     ends = [placement.offset for placement in placements[1:]] + [size_bytes]
     for placement, end in zip(placements, ends, strict=True):
         piece = torch.zeros(end - placement.offset, dtype=torch.uint8)
-        replace(placement, offset=0).view(piece).copy_(placement.leaf.get())
+        replace(placement, offset=0).view(piece).copy_(_values(placement.leaf))
         yield piece
 
 
@@ -278,9 +286,17 @@ def lay_out(leaves: Sequence[Leaf]) -> tuple[list[Placement], int]:
     return placements, offset
 
 
-def _movable(tensor: torch.Tensor) -> bool:
+def _values(leaf: Leaf) -> torch.Tensor:
+    """Those of a leaf; of a parameter that has none yet, loaded for the caller alone."""
+    return values_of(leaf.owner) if can_load(leaf.owner) else leaf.get()
+
+
+def _movable(leaf: Leaf) -> bool:
     """Dense, strided, with storage of its own: no broadcast view, no slice of something else."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+    tensor = leaf.get()
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    if tensor.is_meta and not can_load(leaf.owner):
         return False
     size_bytes = tensor.numel() * tensor.element_size()
     if tensor.untyped_storage().nbytes() < size_bytes:

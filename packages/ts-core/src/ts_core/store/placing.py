@@ -117,7 +117,7 @@ class ImageStore:
             on_disk = {image.index for image in made}
             trimmer = HeapTrimmer()  # what the weights leave must not be counted twice
             for image in made:
-                image.bind_host()
+                image.bind_first()
                 trimmer.read(image.size_bytes)
             for index, block in leaves.items():
                 if index not in on_disk:
