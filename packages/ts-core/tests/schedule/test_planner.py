@@ -40,6 +40,16 @@ def test_fixed_gradients_and_activations_count_on_a_gpu() -> None:
     assert tight.predicted["total"] <= tight.predicted["budget"]
 
 
+def test_what_others_hold_is_left_out_and_of_the_rest_a_share_is_kept() -> None:
+    model = ModelProfile(pageable=(100 * MIB,) * 8, fixed_device=200 * MIB, trained=50 * MIB)
+    plan = make_plan(model, machine(2000, in_use=500 * MIB))
+    assert plan.predicted["taken_by_others"] == 500 * MIB
+    assert plan.predicted["activations_reserve"] == 450 * MIB
+    assert plan.fits and len(plan.paged) == 4
+    refused = make_plan(model, machine(2000, in_use=1900 * MIB))
+    assert not refused.fits and "taken by others 1.86 GiB" in refused.reasons[0]
+
+
 def test_refusal_names_budget_shortfall_and_remedies_that_work() -> None:
     model = ModelProfile(pageable=(100 * MIB,) * 4)
     smaller = ModelProfile(pageable=(50 * MIB,) * 4)

@@ -107,6 +107,10 @@ class Device(ABC):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """A uint8 tensor of device memory, 256-byte aligned; the caller accounts it in `pool`."""
 
+    def take_workspaces(self) -> None:
+        """Let torch allocate now what it needs once to multiply matrices, if anything."""
+        return None
+
     @abstractmethod
     def usable_bytes(self) -> int | None:
         """Device memory this process may use in all, or None when it is unbounded (host)."""

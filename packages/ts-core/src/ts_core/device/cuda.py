@@ -112,6 +112,22 @@ class CudaDevice(Device):
                 f"or raise vram_limit."
             ) from error
 
+    def take_workspaces(self) -> None:
+        """Multiply something, forward and backward.
+
+        torch then has its workspaces for the current stream, one for each thread that multiplies:
+        this one and autograd's. They come from its allocator and stay (32 MiB each on Hopper).
+        """
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cuda", enabled=False),
+        ):
+            x = torch.zeros(16, 16, dtype=torch.float32, device=self.torch_device)
+            x.requires_grad_()
+            product = torch.nn.functional.linear(x, x, x[0])
+            torch.autograd.grad(product.sum(), x)
+
     def usable_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)

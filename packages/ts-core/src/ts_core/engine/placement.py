@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from ts_core.device import Device
 from ts_core.engine.blocks import shared_parameters
 from ts_core.schedule import ModelProfile
 from ts_core.store.images import leaves_bytes, pageable_leaves
-from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes
+from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes, tensor_leaves
 from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 FP32_MOMENTS_BYTES = 8.0
@@ -108,6 +109,40 @@ def _gradients_at_once(
         return total_bytes
     largest = max((p.numel() * p.element_size() for p in trained), default=0)
     return min(total_bytes, in_flight + largest)
+
+
+def taken_by_others(
+    device: Device, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> int:
+    """Bytes of device memory that are not the model's, nor the state of its optimizer.
+
+    Other tensors of the process (another model, say), and what torch keeps for itself.
+    """
+    if not device.separate_memory:
+        return 0
+    mine = _own_bytes(device, model, optimizer)
+    if device.memory()["allocated"] > mine:
+        gc.collect()  # what only cycles still hold is no longer in use
+    return max(0, device.memory()["allocated"] - mine)
+
+
+def _own_bytes(device: Device, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    states = () if optimizer is None else optimizer.state.values()
+    with torch._C.DisableTorchFunctionSubclass():  # no wait for updates in flight
+        tensors = [
+            *model.parameters(),
+            *model.buffers(),
+            *(p.grad for p in model.parameters() if p.grad is not None),
+            *(v for state in states for v in state.values() if isinstance(v, torch.Tensor)),
+        ]
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        for leaf in tensor_leaves("", tensor):
+            inner = leaf.peek()
+            if inner.device == device.torch_device:
+                storage = inner.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def move_resident(model: nn.Module, device: Device, paged: Iterable[Leaf]) -> None:

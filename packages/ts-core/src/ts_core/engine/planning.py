@@ -13,7 +13,7 @@ from ts_core.config import WrapOptions
 from ts_core.device import Device
 from ts_core.engine.experts import StackedExperts, parameters_of, without_experts
 from ts_core.engine.experts_store import unpaged_experts
-from ts_core.engine.placement import block_leaves, model_profile
+from ts_core.engine.placement import block_leaves, model_profile, taken_by_others
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.engine.session import EventLog
@@ -41,14 +41,17 @@ from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 _OFF = ("none", None, False)
 
 
-def machine_profile(device: Device) -> MachineProfile:
-    """Memory that `device` and the host offer now."""
+def machine_profile(
+    device: Device, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> MachineProfile:
+    """Memory that `device` and the host offer `model` and its optimizer now."""
     return MachineProfile(
         device_bytes=device.usable_bytes(),
         host_available=ram_available_bytes(),
         counts_fixed=device.separate_memory,
         host_floor=host_floor(ram_limit_bytes()),
         page_lock_bytes=page_lock_budget().size_bytes,
+        in_use=taken_by_others(device, model, optimizer),
     )
 
 
@@ -158,7 +161,9 @@ def choose_codec(
     named = config.quantize if config.quantize not in (*_OFF, "auto") else None
     profile = without_experts(profile, experts, named and bytes_per_weight(named, config))
     weights = quantizable_weights(blocks, unpaged_experts(model, blocks, experts))
-    plan, codec = plan_codec(profile, weights, machine_profile(device), config, moments)
+    plan, codec = plan_codec(
+        profile, weights, machine_profile(device, model, optimizer), config, moments
+    )
     if not plan.fits:
         if config.check_memory:
             raise OutOfBudgetError(" ".join(plan.reasons))

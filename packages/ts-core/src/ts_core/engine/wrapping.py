@@ -128,6 +128,7 @@ def _wrap(
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
+        _take_workspaces(device, log)
         moments = choose_moments(model, optimizer, config, log, device)
         in_flight = gradients_in_flight(optimizer, config)
         codec = choose_codec(
@@ -207,7 +208,7 @@ def _start(
         config.max_inflight_bytes,
     )
     profile = without_experts(profile, experts)
-    machine, asked = machine_profile(device), plan_options(config)
+    machine, asked = machine_profile(device, model, optimizer), plan_options(config)
     several = several_processes(config.distributed, config.optimizer_mode, config.eager)
     stay = staying(model, optimizer, leaves, config, moments, several)
     profile, plan, on_device = plan_with_state(profile, machine, asked, stay)
@@ -297,6 +298,14 @@ def _device_for(model: nn.Module, config: WrapOptions) -> Device:
         if parameter.device.type == "cuda":
             return resolve_device(parameter.device)
     return resolve_device(None)
+
+
+def _take_workspaces(device: Device, log: EventLog) -> None:
+    """What torch needs beside any tensor is there before memory is planned."""
+    try:
+        device.take_workspaces()
+    except torch.OutOfMemoryError as error:  # the plan says what is short, if it is
+        log(f"device memory: none for torch's own workspaces: {str(error).splitlines()[0]}")
 
 
 def _make_optimizer(

@@ -18,6 +18,7 @@ _NAMES = {
     "resident_blocks": "blocks that stay",
     "slots": "slots for the others",
     "fixed": "outside the blocks, norms, adapters",
+    "taken_by_others": "taken by other tensors and torch",
     "gradients": "gradients at once",
     "activations": "activations",
     "activations_reserve": "set aside for activations",

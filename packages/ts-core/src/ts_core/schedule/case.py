@@ -56,12 +56,15 @@ class Case:
         if not machine.counts_fixed:
             return {"fixed": 0, "gradients": 0}
         rest = {"fixed": model.fixed_device}
+        if machine.in_use:
+            rest["taken_by_others"] = machine.in_use
         if self.policy:
             rest["activations"] = self._held() + min(options.inflight, self._moved())
         else:
             rest["gradients"] = model.trained
             if machine.device_bytes is not None:
-                rest["activations_reserve"] = int(machine.device_bytes * options.activation_share)
+                free = max(0, machine.device_bytes - machine.in_use)
+                rest["activations_reserve"] = int(free * options.activation_share)
         return rest
 
     def _held(self) -> int:

@@ -183,7 +183,7 @@ class PeakCorrector:
             head=0,
             work=work,
         )
-        machine = replace(self._machine, counts_fixed=True)
+        machine = replace(self._machine, counts_fixed=True, in_use=0)  # part of `rest`
         best = evaluate(model, machine, self._options)
         now = len(self.plan.paged)
         more = len(best.paged) - now

@@ -108,6 +108,7 @@ class MachineProfile:
         host_floor: host memory that must stay free.
         page_lock_bytes: host memory that may be page-locked; None when unbounded.
         rates: how fast it is; None leaves step times out.
+        in_use: of `device_bytes`, what other tensors of the process hold, and torch's workspaces.
     """
 
     device_bytes: int | None
@@ -116,6 +117,7 @@ class MachineProfile:
     host_floor: int = 0
     page_lock_bytes: int | None = None
     rates: HardwareProfile | None = None
+    in_use: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class PlanOptions:
     Attributes:
         param_offload: "auto", True, False, a fraction of the blocks, or block indices.
         headroom: share of the device memory to leave free.
-        activation_share: share of the device memory kept for activations and workspaces while
-            they are unknown (nothing on the host device).
+        activation_share: share of the device memory that others do not use, kept for activations
+            while they are unknown (nothing on the host device).
         reserve: bytes measured instead: everything on the device but blocks and slots.
         slot_count: slots of the streaming ring; one is used when two do not fit.
         activation_offload, recompute: "auto", True, False, a fraction, or block indices (these

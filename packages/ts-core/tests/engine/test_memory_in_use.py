@@ -1,0 +1,133 @@
+"""Device memory that is taken before wrap(): by other tensors of the process, and by torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from ts_core import memory_report, unwrap, wrap
+from ts_core.device import HostDevice
+from ts_core.engine import wrapping
+from ts_core.engine.placement import taken_by_others
+from ts_core.errors import OutOfBudgetError
+from ts_core.testing import TinyModel, tiny_model, train
+
+
+class Shared(HostDevice):
+    """Host memory in the role of a GPU's, of which others hold a part."""
+
+    separate_memory = True
+
+    def __init__(self, allocated: int = 0) -> None:
+        super().__init__()
+        self.allocated = allocated
+        self.workspaces = 0
+
+    def take_workspaces(self) -> None:
+        self.allocated += self.workspaces
+
+    def memory(self) -> dict[str, int]:
+        return {**super().memory(), "allocated": self.allocated}
+
+
+def size_of(model: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_the_models_own_tensors_are_not_others() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    size, trained = size_of(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert taken_by_others(Shared(size + 1000), model, optimizer) == 1000
+    model(torch.randint(0, 37, (2, 7))).backward()
+    assert taken_by_others(Shared(size + 4 * trained + 1000), model, optimizer) == 1000
+    optimizer.step()
+    states = 2 * 4 * trained + 4 * len(optimizer.state)  # two moments, and the count of steps
+    assert taken_by_others(Shared(size + 4 * trained + states + 7), model, optimizer) == 7
+    assert taken_by_others(Shared(5), model) == 0  # a model in host memory, say
+    assert taken_by_others(HostDevice(), model) == 0
+
+
+def test_what_only_cycles_hold_is_not_in_use() -> None:
+    class Held:
+        pass
+
+    model, device = tiny_model(), Shared(size_of(tiny_model()) + 1000)
+    gc.disable()
+    try:
+        held: Any = Held()
+        held.itself = held
+        weakref.finalize(held, setattr, device, "allocated", size_of(model))
+        del held
+        assert taken_by_others(device, model) == 0
+    finally:
+        gc.enable()
+
+
+def wrapped(monkeypatch: pytest.MonkeyPatch, device: Shared, limit: int) -> TinyModel:
+    monkeypatch.setattr(wrapping, "_device_for", lambda model, config: device)
+    model = tiny_model(8, 32)
+    device.allocated += size_of(model)
+    options: dict[str, Any] = {"profile": False, "quantize": "none", "optimizer_mode": "cpu"}
+    model, _ = wrap(model, lr=1e-2, vram_limit=limit, host_arena=False, **options)
+    return model
+
+
+def test_others_leave_room_for_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 2 * size_of(tiny_model(8, 32))
+    counts = []
+    for others, workspaces in ((0, 0), (limit // 4, 0), (0, limit // 4), (limit // 4, limit // 4)):
+        device = Shared(others)
+        device.workspaces = workspaces
+        model = wrapped(monkeypatch, device, limit)
+        report = memory_report(model)
+        assert report["plan"]["predicted"].get("taken_by_others", 0) == others + workspaces
+        counts.append(len(report["params"]["paged_blocks"]))
+        unwrap(model)
+    assert counts[0] == 0 < counts[1] == counts[2] < counts[3]
+    with pytest.raises(OutOfBudgetError, match="taken by others"):
+        wrapped(monkeypatch, Shared(limit), limit)
+
+
+@pytest.mark.gpu
+def test_workspaces_are_there_before_memory_is_planned(run_python: Any) -> None:
+    run_python(
+        """
+import torch
+from ts_core.device import resolve_device
+
+device = resolve_device("cuda")
+device.take_workspaces()
+before = torch.cuda.memory_allocated()
+assert before > 0
+for dtype in (torch.float32, torch.bfloat16):
+    x = torch.zeros(64, 64, dtype=dtype, device="cuda", requires_grad=True)
+    torch.nn.functional.linear(x, x, x[0]).sum().backward()
+    (x @ x).sum().backward()
+    del x
+torch.cuda.synchronize()
+assert torch.cuda.memory_allocated() == before, (before, torch.cuda.memory_allocated())
+"""
+    )
+
+
+@pytest.mark.gpu
+def test_beside_another_model_on_the_gpu() -> None:
+    """12 blocks of 45 MiB beside 300 MiB of another model, where 6 would fit without that."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    limit = torch.cuda.memory_reserved() + (800 << 20)
+    other = torch.zeros(300 << 20, dtype=torch.uint8, device="cuda")
+    model = tiny_model(12, 1536)
+    options: dict[str, Any] = {"quantize": "none", "max_inflight_bytes": 32 << 20}
+    model, optimizer = wrap(model, lr=1e-3, device="cuda", vram_limit=limit, **options)
+    assert memory_report(model)["plan"]["predicted"]["taken_by_others"] >= other.numel()
+    train(model, optimizer, 12, device="cuda")
+    assert torch.cuda.max_memory_allocated() <= limit
+    unwrap(model)
+    assert not other.any()
