@@ -70,7 +70,7 @@ class Call:
         self._autocast = _autocast_now(recorder.generator.device.type)
         kept = recording.mode != RECOMPUTE  # else torch's checkpoint does not look either
         self._owners = list(recording.saved.owners.values()) if kept else []
-        self._versions = [_version(owner) for owner in self._owners]
+        self._versions = _versions(self._owners)
         self._state = recorder.generator.get_state() if recording.observed.random else None
         self._generation = 0
 
@@ -121,8 +121,9 @@ class Call:
         return self._recorder.generator.device.type
 
     def _check_versions(self) -> None:
-        for param, expected in zip(self._owners, self._versions, strict=True):
-            now = _version(param)
+        for param, now, expected in zip(
+            self._owners, _versions(self._owners), self._versions, strict=True
+        ):
             if now != expected:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
@@ -221,9 +222,9 @@ def replayed(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(found)
 
 
-def _version(param: torch.Tensor) -> int:
+def _versions(params: Sequence[torch.Tensor]) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        return param._version
+        return [param._version for param in params]
 
 
 def _autocast_now(device: str) -> tuple[bool, torch.dtype, bool]:

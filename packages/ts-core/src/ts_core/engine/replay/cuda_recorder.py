@@ -36,6 +36,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._warm = torch.cuda.Stream(device)
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -43,8 +44,7 @@ class CudaRecorder(Recorder):
 
     @property
     def generator(self) -> torch.Generator:
-        index = self._device.index
-        return torch.cuda.default_generators[0 if index is None else index]
+        return torch.cuda.default_generators[self._index]
 
     def warm_up(self, work: Callable[[], None]) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -87,7 +87,8 @@ class CudaRecorder(Recorder):
         return CudaGraph(graph)
 
     def place(self) -> Any:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        # The stream's handle, without an object for it: this is asked at every replay.
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def pool_bytes(self) -> int:
         return self._pool_bytes
@@ -103,6 +104,6 @@ class CudaRecorder(Recorder):
     def _stop_allocating(self) -> None:
         """torch leaves its allocator in the pool when a capture could not be ended."""
         try:
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
         except RuntimeError:  # it had left it
             return

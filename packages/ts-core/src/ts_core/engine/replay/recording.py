@@ -177,9 +177,7 @@ class Recording:
                 self._copy_in(tensors, range(len(tensors)))
             else:
                 self._copy_in(tensors, sorted(self.saved.used_inputs))
-            for kept, given in zip(self._grad_out, wanted, strict=True):
-                assert given is not None
-                kept.copy_(given)
+            copy_all(self._grad_out, [given for given in wanted if given is not None])
             self._backward_recorded.replay()
             return self.in_order(_fresh(self._grad_in))
 
@@ -258,8 +256,9 @@ class Recording:
             self._grad_in.append(scratch.get(f"gradient {k}", tensor.shape, stride, tensor.dtype))
 
     def _copy_in(self, tensors: Sequence[torch.Tensor], which: Sequence[int]) -> None:
-        for k in which:
-            own_memory(self._args[k]).copy_(own_memory(tensors[k]))
+        copy_all(
+            [own_memory(self._args[k]) for k in which], [own_memory(tensors[k]) for k in which]
+        )
 
     def _work_forward(self, final: bool = False) -> None:
         if not self._gradients or self.mode == RECOMPUTE:
@@ -294,8 +293,7 @@ class Recording:
             self._choose_targets(found)
             return
         with torch.no_grad():
-            for kept, gradient in zip(self._grad_in, found, strict=True):
-                kept.copy_(gradient)
+            copy_all(self._grad_in, found)
 
     @contextlib.contextmanager
     def _ready_for_gradients(self) -> Iterator[list[torch.Tensor]]:
@@ -337,8 +335,7 @@ class Recording:
             self._edges = [edge(tensor) for tensor in own if tensor.requires_grad]
         if not self._first and results:
             with torch.no_grad():
-                for kept, tensor in zip(self._out, own, strict=True):
-                    kept.copy_(tensor)
+                copy_all(self._out, own)
 
     def _wanted_out(self) -> list[torch.Tensor]:
         return [t for t, asked in zip(self._out, self._out_wanted, strict=True) if asked]
@@ -394,10 +391,24 @@ def _casts_anew(device: torch.device) -> Iterator[None]:
 
 def _fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies in memory of their own, with the same strides."""
-    found = []
-    for tensor in tensors:
-        copied = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        found.append(copied.copy_(tensor))
+    found = [
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        for tensor in tensors
+    ]
+    copy_all(found, tensors)
     return found
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target; one launch for all of a dtype."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+        return
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+    groups = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, of = groups.setdefault((target.dtype, source.dtype), ([], []))
+        into.append(target)
+        of.append(source)
+    for into, of in groups.values():
+        torch._foreach_copy_(into, of)
