@@ -96,7 +96,7 @@ def fancy(
             offload=True,
             max_grad_norm=clip,
         )
-    elif whim < 0.18 and clip is None:
+    elif whim < 0.18:
         optimizer.place_state([whims.choice(NAMES) for _ in optimizer.buckets])
     elif whim < 0.28:
         with torch.no_grad():

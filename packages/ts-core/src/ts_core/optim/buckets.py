@@ -160,7 +160,7 @@ class Bucket:
         """All gradients of the step are here.
 
         Args:
-            norm: 1-D fp32 tensor on the device for their 2-norms, where they are wanted.
+            norm: 1-D fp64 tensor on the device for their 2-norms, where they are wanted.
 
         Returns:
             Whether `norm` is being filled; else `measuring` does it on the host.

@@ -146,7 +146,8 @@ class Gradients:
 
         Args:
             counts: passes per parameter; those with 0 have no gradient.
-            norm: a 1-D fp32 tensor on the device for the 2-norm of each gradient, or None.
+            norm: a 1-D fp64 tensor on the device for the 2-norm of each gradient, or None. (The
+                host measures in fp64 too: the clipping factor does not depend on who measured.)
 
         Returns:
             What the update needs, and whether `norm` was filled: it is where whole gradients are on
@@ -162,7 +163,7 @@ class Gradients:
         measured = False
         if norm is not None and whole is not None and at_once and copies.device.separate_memory:
             each = self._views if self._layout.many else [whole]
-            torch.stack(torch._foreach_norm(each, 2, torch.float32), out=norm)
+            torch.stack(torch._foreach_norm(each, 2, torch.float64), out=norm)
             measured = True
         behind = copies.record_compute()
         if not self._to_host:

@@ -28,7 +28,7 @@ class Verdict:
 
 
 class NormParts:
-    """Device memory for the norms of parameters, and its way to the host.
+    """Device memory for the norms of parameters (fp64), and its way to the host.
 
     Two sets in turn, so that a step's parts are not overwritten while the host reads them.
 
@@ -48,9 +48,11 @@ class NormParts:
         self._host_sets: list[torch.Tensor] = []
         if copies.device.separate_memory:
             where = copies.device.torch_device
-            self._device_sets = [torch.zeros(count, device=where) for _ in range(2)]
+            self._device_sets = [
+                torch.zeros(count, dtype=torch.float64, device=where) for _ in range(2)
+            ]
             self._host_sets = [
-                arena.empty((count,), torch.float32, tag="gradients") for _ in range(2)
+                arena.empty((count,), torch.float64, tag="gradients") for _ in range(2)
             ]
 
     def part(self, step: int, index: int) -> torch.Tensor | None:
