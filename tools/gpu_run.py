@@ -16,6 +16,7 @@ run begins with `build` (link, unpack, build the native core; quick when it has 
     trainer   LoRA on a 14B shape in NF4 through TrainStreamTrainer, within 24 GB
     kernels, decode, sources, kv, moe, adam: the benchmarks of that kind; see STAGES
     machine   ts-bench machine: link, page-locking, host AdamW, what waits and imports cost
+    fits      ts-bench fits: offload="auto" against torch alone where everything fits
     demo      trainstream finetune --demo
     rivals    compile what the rivals compile: DeepSpeed's CPUAdam, trainstream 0.4.1
 

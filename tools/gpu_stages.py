@@ -376,6 +376,14 @@ STAGES: dict[str, Stage] = {
         ),
         60.0,
     ),
+    "fits": Stage(
+        scripts(
+            "fits",
+            ["-m ts_bench fits --json {out}/fits.json"],
+            ["-m ts_bench fits --tiny --threads 1 --rounds 2 --steps 1 --json {out}/fits.json"],
+        ),
+        75.0,
+    ),
     "demo": Stage(demo, 120.0),
     "rivals": Stage(rivals, 300.0),
 }

@@ -14,6 +14,7 @@ from statistics import median
 
 from ts_bench import (
     adam_command,
+    fits_command,
     machine_command,
     page_command,
     quality_command,
@@ -51,6 +52,9 @@ class BenchCommand:
             subparsers.add_parser("page", help="a page for docs/benchmarks from recorded files")
         )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
+        fits_command.configure(
+            subparsers.add_parser("fits", help="what wrapping costs where everything fits")
+        )
         machine_command.configure(
             subparsers.add_parser("machine", help="rates of this machine, and what waits cost")
         )

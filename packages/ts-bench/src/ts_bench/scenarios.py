@@ -54,6 +54,7 @@ class ModelShape:
         }
 
 
+QWEN_0_5B = ModelShape(896, 24, 14, 2, 4864, 151936, tied=True)
 QWEN_1_5B = ModelShape(1536, 28, 12, 2, 8960, 151936, tied=True)
 QWEN_3B = ModelShape(2048, 36, 16, 2, 11008, 151936, tied=True)
 QWEN_14B = ModelShape(5120, 48, 40, 8, 13824, 152064, tied=False, rms_norm_eps=1e-5)
@@ -181,6 +182,17 @@ _ALL = [
     _lora_14b("nf4", 2, 2048, 12, documents=4),
     _lora_14b("fp8", 1, 2048, 24),
     *(_lora_14b("bf16", 1, 512, limit_gb) for limit_gb in (24, 16, 12, 9)),
+    _full("0.5b", QWEN_0_5B, 4, 512, None),
+    Scenario(
+        "lora-0.5b-bf16-4x512-nocap",
+        QWEN_0_5B,
+        "lora",
+        "bf16",
+        4,
+        512,
+        None,
+        note="LoRA r=16 on a bf16 base of Qwen2.5-0.5B's shape, 4 x 512, no cap",
+    ),
     _full("1.5b", QWEN_1_5B, 4, 512, 24),
     _full("1.5b", QWEN_1_5B, 4, 512, 24, clip=1.0),
     _full("1.5b", QWEN_1_5B, 4, 512, 8),
