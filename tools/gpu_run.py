@@ -17,6 +17,7 @@ run begins with `build` (link, unpack, build the native core; quick when it has 
     kernels, decode, sources, kv, moe, adam: the benchmarks of that kind; see STAGES
     machine   ts-bench machine: link, page-locking, host AdamW, what waits and imports cost
     fits      ts-bench fits: offload="auto" against torch alone where everything fits
+    converge  ts-bench converge: kernels and block replay against neither, three seeds each (--gguf)
     demo      trainstream finetune --demo
     rivals    compile what the rivals compile: DeepSpeed's CPUAdam, trainstream 0.4.1
 
@@ -108,7 +109,7 @@ def _parse() -> argparse.Namespace:
     add("--tests", default="packages tests", help="files and folders of tests")
     add("--pytest-args", default="", help="more arguments for pytest")
     add("--suite-args", default="", help="more arguments for ts-bench suite")
-    add("--gguf", type=Path, help="the demo model's file, for quality and demo")
+    add("--gguf", type=Path, help="the demo model's file, for quality, converge and demo")
     return parser.parse_args()
 
 

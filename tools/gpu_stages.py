@@ -247,6 +247,19 @@ def demo(context: Context, limit_s: float) -> tuple[str, str]:
     return status, tail(output, 12)
 
 
+def converge(context: Context, limit_s: float) -> tuple[str, str]:
+    """ts-bench converge, which ends by itself a little before its time is up."""
+    args = context.args
+    seconds = max(1.0, context.runner.left_s(limit_s) - 5)
+    command = [sys.executable, "-m", "ts_bench", "converge", "--time-limit", f"{seconds:.0f}"]
+    command += ["--out", str(context.out / "converge.jsonl")]
+    command += ["--gguf", str(args.gguf.resolve())] if args.gguf else []
+    if args.tiny:
+        command += ["--tiny", "--seeds", "1", "--jobs", "1", "--threads", "1"]
+    status, output = context.runner.script("converge", command, limit_s)
+    return status, tail(output, 12)
+
+
 def rivals(context: Context, limit_s: float) -> tuple[str, str]:
     """What rivals compile on first use, all at once and out of the way (nice)."""
     jobs: list[tuple[str, str, dict[str, str]]] = []
@@ -384,6 +397,7 @@ STAGES: dict[str, Stage] = {
         ),
         75.0,
     ),
+    "converge": Stage(converge, 110.0),
     "demo": Stage(demo, 120.0),
     "rivals": Stage(rivals, 300.0),
 }

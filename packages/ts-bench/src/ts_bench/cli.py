@@ -14,6 +14,7 @@ from statistics import median
 
 from ts_bench import (
     adam_command,
+    converge_command,
     fits_command,
     machine_command,
     page_command,
@@ -52,6 +53,9 @@ class BenchCommand:
             subparsers.add_parser("page", help="a page for docs/benchmarks from recorded files")
         )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
+        converge_command.configure(
+            subparsers.add_parser("converge", help="training with kernels and replay, and without")
+        )
         fits_command.configure(
             subparsers.add_parser("fits", help="what wrapping costs where everything fits")
         )
