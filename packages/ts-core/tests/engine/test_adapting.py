@@ -324,7 +324,9 @@ def test_on_a_gpu_blocks_return_and_a_longer_batch_pages_more() -> None:
         torch.manual_seed(0)
         model = tiny_model(depth=12, width=1024)
         trained = [p for p in model.parameters() if p.requires_grad]
-        options = {} if limit is None else {"vram_limit": limit, "vram_headroom": 0.4}
+        options: dict[str, Any] = {"cuda_graphs": False}  # recordings would want room, too
+        if limit is not None:
+            options.update(vram_limit=limit, vram_headroom=0.4)
         model, optimizer = wrap(
             model, torch.optim.AdamW(trained, lr=1e-3), device="cuda", offload=True, **options
         )

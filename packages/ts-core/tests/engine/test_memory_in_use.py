@@ -12,9 +12,13 @@ import torch
 from ts_core import memory_report, unwrap, wrap
 from ts_core.device import HostDevice
 from ts_core.engine import wrapping
+from ts_core.engine.activation_memory import ActivationMemory
+from ts_core.engine.activation_options import ActivationOptions
 from ts_core.engine.placement import taken_by_others
 from ts_core.errors import OutOfBudgetError
+from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.testing import TinyModel, tiny_model, train
+from ts_core.transfer import CopyEngine
 
 
 class Shared(HostDevice):
@@ -93,6 +97,23 @@ def test_others_leave_room_for_fewer_blocks(monkeypatch: pytest.MonkeyPatch) -> 
         wrapped(monkeypatch, Shared(limit), limit)
 
 
+def test_room_for_recordings_shrinks_by_what_they_hold() -> None:
+    """What is set apart for them beside the measured peak is not counted twice once they exist."""
+    device = Shared()
+    device.workspace_bytes = lambda: 10  # type: ignore[method-assign]
+    memory = ActivationMemory(CopyEngine(device), ActivationOptions(replayed=True))
+    assert memory.apart == 0
+    memory.set_apart([BlockActivations(100, 0, 0), BlockActivations(300, 0, 0)], 50)
+    assert memory.apart == 2 * (300 + 50) + 2 * 10
+    memory.recorded = lambda: 500
+    assert memory.apart == 720 - 500 - 10
+    memory.recorded = lambda: 5000
+    assert memory.apart == 0
+    memory = ActivationMemory(CopyEngine(device), ActivationOptions())
+    memory.set_apart([BlockActivations(100, 0, 0)], 50)
+    assert memory.apart == 0
+
+
 @pytest.mark.gpu
 def test_workspaces_are_there_before_memory_is_planned(run_python: Any) -> None:
     run_python(
@@ -103,7 +124,11 @@ from ts_core.device import resolve_device
 device = resolve_device("cuda")
 device.take_workspaces()
 before = torch.cuda.memory_allocated()
-assert before > 0
+assert 0 < before <= device.workspace_bytes()
+with torch.cuda.stream(torch.cuda.Stream()):
+    device.take_workspaces()
+assert before <= torch.cuda.memory_allocated() <= before + device.workspace_bytes()
+before = torch.cuda.memory_allocated()
 for dtype in (torch.float32, torch.bfloat16):
     x = torch.zeros(64, 64, dtype=dtype, device="cuda", requires_grad=True)
     torch.nn.functional.linear(x, x, x[0]).sum().backward()
@@ -131,3 +156,22 @@ def test_beside_another_model_on_the_gpu() -> None:
     assert torch.cuda.max_memory_allocated() <= limit
     unwrap(model)
     assert not other.any()
+
+
+@pytest.mark.gpu
+def test_recordings_find_the_room_that_was_left_for_them() -> None:
+    """12 blocks of 45 MiB in 800 MiB, that save about 26 MiB each, replayed."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + (800 << 20)
+    model = tiny_model(12, 1536)
+    options: dict[str, Any] = {"quantize": "none", "max_inflight_bytes": 32 << 20}
+    model, optimizer = wrap(
+        model, lr=1e-3, device="cuda", vram_limit=limit, cuda_graphs=True, **options
+    )
+    train(model, optimizer, 30, device="cuda", batch=4, length=256)
+    report = memory_report(model)
+    assert report["replay"]["recorded"] > 0, report["events"]
+    assert not any("recording failed" in line for line in report["events"]), report["events"]
+    assert report["gpu"]["peak_allocated"] <= limit
+    unwrap(model)

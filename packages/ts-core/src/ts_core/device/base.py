@@ -111,6 +111,10 @@ class Device(ABC):
         """Let torch allocate now what it needs once to multiply matrices, if anything."""
         return None
 
+    def workspace_bytes(self) -> int:
+        """What torch's workspaces take on each stream that multiplies matrices, at most."""
+        return 0
+
     @abstractmethod
     def usable_bytes(self) -> int | None:
         """Device memory this process may use in all, or None when it is unbounded (host)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,6 +12,12 @@ from ts_core import _native
 from ts_core.device.base import Device, Event, Stream, Timestamp
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Ledger
+
+# torch's workspace for products of matrices, for each thread and stream: on Hopper and later, and
+# on others. cuBLAS's variable asks for another, as ":KiB:count".
+_LARGE_WORKSPACE = 32 << 20
+_SMALL_WORKSPACE = (8 << 20) + (128 << 10)
+_WORKSPACES = re.compile(r":(\d+):(\d+)")
 
 
 class CudaStream:
@@ -116,7 +124,7 @@ class CudaDevice(Device):
         """Multiply something, forward and backward.
 
         torch then has its workspaces for the current stream, one for each thread that multiplies:
-        this one and autograd's. They come from its allocator and stay (32 MiB each on Hopper).
+        this one and autograd's. They come from its allocator and stay.
         """
         with (
             torch.inference_mode(False),
@@ -127,6 +135,14 @@ class CudaDevice(Device):
             x.requires_grad_()
             product = torch.nn.functional.linear(x, x, x[0])
             torch.autograd.grad(product.sum(), x)
+
+    def workspace_bytes(self) -> int:
+        asked = _WORKSPACES.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        large = torch.cuda.get_device_capability(self.torch_device) >= (9, 0)
+        each = _LARGE_WORKSPACE if large else _SMALL_WORKSPACE
+        if asked:
+            each = sum(int(kib) * int(count) << 10 for kib, count in asked)
+        return 2 * each  # of this thread, and of autograd's
 
     def usable_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -18,9 +18,12 @@ from ts_core.schedule.activation_policy import (
 )
 from ts_core.transfer import CopyEngine
 
-# What recordings hold for temporary tensors, in activations of one block: those of a recomputed
-# block, and as much again for gradients and decoded weights.
+# What recordings hold for temporary tensors, in activations and weight gradients of one block:
+# those of a recomputed block where they come up, and as much again to copy in and out of, for
+# gradients of activations and decoded weights.
 _RECORDED = 2
+# Streams beside the caller's on which recordings multiply: to warm up, and to capture.
+_RECORDING_STREAMS = 2
 
 
 class ActivationMemory:
@@ -36,8 +39,7 @@ class ActivationMemory:
         buffers: of pages.
         floor: the watch on available RAM.
         low: available RAM as it was found under the floor; None while it is not.
-        apart: device memory that no peak of eager steps shows: what recordings of blocks will
-            hold for their temporary tensors. Known once blocks have been measured.
+        recorded: gives the device memory that recordings hold by now, but for what backward needs.
     """
 
     def __init__(
@@ -55,12 +57,32 @@ class ActivationMemory:
         self.buffers = HostBuffers(self._arena)
         self.floor = RamFloor(ram_floor(ram_limit_bytes()), self._is_low, read=self._read_ram)
         self.low: int | None = None
-        self.apart = 0
+        self.recorded: Callable[[], int] = lambda: 0
+        self._for_recordings = 0
 
-    def set_apart(self, measured: Sequence[BlockActivations]) -> None:
-        """Leave room for recordings, where blocks are replayed."""
+    @property
+    def apart(self) -> int:
+        """Device memory that no peak so far shows: what recordings will still take.
+
+        It is for their temporary tensors, and for torch's workspaces on their streams. Known once
+        blocks have been measured.
+        """
+        held = self.recorded() if self._for_recordings else 0
+        if held:  # then those of the stream that warms up are there; others are part of `held`
+            held += self._device.workspace_bytes()
+        return max(0, self._for_recordings - held)
+
+    def set_apart(self, measured: Sequence[BlockActivations], gradients: int) -> None:
+        """Leave room for recordings, where blocks are replayed.
+
+        Args:
+            measured: per block.
+            gradients: the most bytes of weight gradients of a block.
+        """
         if self._options.replayed:
-            self.apart = _RECORDED * max((block.saved for block in measured), default=0)
+            most = max((block.saved for block in measured), default=0)
+            workspaces = _RECORDING_STREAMS * self._device.workspace_bytes()
+            self._for_recordings = _RECORDED * (most + gradients) + workspaces
 
     def limits(self, device_room: int | None) -> ActivationLimits:
         """For `decide`, with this much room on the device."""

@@ -301,7 +301,7 @@ class Activations:
         self.measured = meter.result()
         self._pages = meter.pages()
         self._meter = None
-        self.memory.set_apart(self.measured)
+        self.memory.set_apart(self.measured, max(map(_trained_bytes, self._blocks), default=0))
         room = self.memory.device_room(self.measured, self._modes)
         if room is not None and self.share_room is not None:
             room -= self.share_room(self.measured, room)
@@ -382,3 +382,7 @@ class Activations:
             self._search.fix(policy, text, silently=True)
             self._adopt(policy, give_back=True)
         self.memory.floor.rearm()
+
+
+def _trained_bytes(block: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)

@@ -269,6 +269,8 @@ def _assemble(
     if blocks:
         options = activation_options(config, session.replay is not None)
         session.activations = Activations(blocks, copies, options, log)
+        if session.replay is not None:
+            session.activations.memory.recorded = session.replay.beside_bytes
     session.attention = AttentionChoice(config.attention, device, log)
     session.attention.install(model, blocks)  # inside what is computed again
     session.hook_blocks()

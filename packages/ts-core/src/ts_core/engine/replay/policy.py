@@ -198,7 +198,11 @@ class BlockReplay:
 
     def size_bytes(self) -> int:
         """Device memory that recordings hold."""
-        return self._saved_bytes() + self._scratch.size_bytes() + self._recorder.pool_bytes()
+        return self._saved_bytes() + self.beside_bytes()
+
+    def beside_bytes(self) -> int:
+        """Device memory that recordings hold but for what backward needs: beside activations."""
+        return self._scratch.size_bytes() + self._recorder.pool_bytes()
 
     def close(self) -> None:
         """Drop every recording; calls whose backward is still to come keep theirs."""
