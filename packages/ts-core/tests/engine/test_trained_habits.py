@@ -136,6 +136,33 @@ def test_writes_to_low_precision_weights_reach_the_master_copy() -> None:
     assert (master - 0.5).abs().max() < 0.03
 
 
+@pytest.mark.parametrize("after", [True, [1, 2], []], ids=str)
+@pytest.mark.parametrize("before", [True, [1], []], ids=str)
+def test_writes_before_weights_change_place(before: Any, after: Any) -> None:
+    """bf16 weights are rounded from a master copy, which moves with them and takes the writes."""
+    results = []
+    for moves in (True, False):
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"quantize": "none", "device": "host"}
+        model: Any = Stack().bfloat16()
+        model, optimizer = wrap(model, lr=1e-3, param_offload=before, **given)
+        for step in range(4):
+            model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                with torch.no_grad():
+                    for weight in (model.layers[1].up.weight, model.head.weight):
+                        weight.mul_(1.5)
+                if moves:
+                    unwrap(model)
+                    model, optimizer = wrap(model, optimizer, param_offload=after, **given)
+        results.append(copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"])))
+    (values, state), (expected, wanted) = results
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())
+    for key, entry in state.items():
+        assert all(torch.equal(value, wanted[key][name]) for name, value in entry.items()), key
+
+
 @pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
 def test_state_dicts_and_resume(options: dict[str, Any]) -> None:
     """Saved in the middle of a run and loaded into a new one, which goes on alike."""

@@ -428,3 +428,19 @@ def test_a_step_can_be_captured() -> None:
             group["lr"] *= 0.5
     torch.cuda.synchronize()
     assert distance(ours, theirs) <= LIMIT
+
+
+def test_values_written_before_the_state_moves_count() -> None:
+    models = [Adapters(torch.bfloat16) for _ in range(2)]
+    for model, early in zip(models, (True, False), strict=True):
+        optimizer = OffloadAdamW(model.groups(), lr=1e-3)
+        steps(model, optimizer, range(2))
+        if not early:
+            optimizer.make_resident()
+        with torch.no_grad():
+            model.large.mul_(1.5)
+            model.small[1].fill_(0.25)
+        if early:
+            optimizer.make_resident()
+        steps(model, optimizer, range(2, 4))
+    assert distance(*models) == 0.0

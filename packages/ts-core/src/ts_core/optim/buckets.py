@@ -324,7 +324,10 @@ class Bucket:
 
 
 def carry_state(olds: Sequence[Bucket], news: Sequence[Bucket]) -> None:
-    """Give `news` the steps and state that `olds` have for the same parameters, bit for bit."""
+    """Give `news` the steps and state that `olds` have for the same parameters, bit for bit.
+
+    Values that the user has written since the last update count, as before any update.
+    """
     where = {param: (bucket, p) for bucket in olds for p, param in enumerate(bucket.params)}
     for bucket in news:
         for position, param in enumerate(bucket.params):
@@ -335,6 +338,9 @@ def carry_state(olds: Sequence[Bucket], news: Sequence[Bucket]) -> None:
                 values = torch.empty(size)
                 old.place.read(name, old.layout.offsets[old_position], values)
                 bucket.place.write(name, bucket.layout.offsets[position], values)
+            if bucket.has_master:
+                offset = bucket.layout.offsets[position]
+                bucket.place.take_values(offset, bucket.layout.flat()[offset : offset + size])
 
 
 def _measure(flat: torch.Tensor, runs: Sequence[tuple[int, int]], threads: int) -> Measured:

@@ -258,6 +258,7 @@ def move_to_device(
     checks.memory([param for _, param in params])
     pieces = []
     for bucket in updates.buckets:
+        bucket.take_foreign_values()
         read = functools.partial(_read, bucket)
         pieces.append(ResidentPiece(bucket.layout, bucket.group_index, bucket.steps, read))
     missing = [(index, param) for index, param in params if param not in updates.where]
