@@ -68,6 +68,19 @@ def test_processes_share_the_tests_and_keep_every_result(tmp_path, tools) -> Non
     assert note.startswith("1 failed, 4 passed, 1 skipped\nfailed: test_some.py::test_wrong:")
 
 
+def test_tests_are_chosen_by_file_folder_or_name(tmp_path, tools, monkeypatch) -> None:
+    stages = tools["gpu_stages"]
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    (tmp_path / "some").mkdir()
+    for name in ("test_b.py", "test_a.py", "other.py"):
+        (tmp_path / "some" / name).write_text("@pytest.mark.gpu")
+    (tmp_path / "some" / "test_c.py").write_text("no mark")
+    a, b = (str(tmp_path / "some" / name) for name in ("test_a.py", "test_b.py"))
+    assert stages.gpu_tests_in(["some", "some/test_b.py"]) == [a, b]
+    assert stages.gpu_tests_in(["some/test_b.py::T::x[1-2]"]) == [f"{b}::T::x[1-2]"]
+    assert stages.gpu_tests_in(["some/test_c.py::x", "none"]) == []
+
+
 def test_what_did_not_end_is_told(tools) -> None:
     begun = [{"kind": "test-start", "id": "a.py::hangs"}]
     status, note = tools["gpu_stages"]._told_tests(begun, ["timed out (9 s)"])

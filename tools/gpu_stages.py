@@ -84,16 +84,15 @@ def _unpack(path: Path, site: Path) -> None:
 def gpu_tests(context: Context, limit_s: float) -> tuple[str, str]:
     """Tests marked gpu, by several processes that share one list."""
     args, runner = context.args, context.runner
-    places = shlex.split(args.tests)
-    files = gpu_files(places)
-    if not files:
+    chosen = gpu_tests_in(shlex.split(args.tests))
+    if not chosen:
         return "failed", f"no test marked gpu in {args.tests}"
     counter, lines = context.scratch / "next-test", runner.results
     counter.write_text("0")
     before = lines.stat().st_size if lines.exists() else 0
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "gpu_tests"]
     command += ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
-    command += [*shlex.split(args.pytest_args), *map(str, files)]
+    command += [*shlex.split(args.pytest_args), *chosen]
     env = {"GPU_TESTS_NEXT": str(counter), "GPU_TESTS_LINES": str(lines)}
     if not args.tiny:
         env["TS_REQUIRE_GPU"] = "1"
@@ -140,12 +139,17 @@ def _told_tests(found: Sequence[dict[str, Any]], ended: Sequence[str]) -> tuple[
     return "ok" if fine else f"failed ({len(bad)} tests, {len(cut)} cut)", "\n".join(told)
 
 
-def gpu_files(places: Sequence[str]) -> list[Path]:
-    """Test files in these places that have tests marked gpu."""
-    files = [ROOT / place for place in places if (ROOT / place).is_file()]
+def gpu_tests_in(places: Sequence[str]) -> list[str]:
+    """What to give pytest: test files in these places that have tests marked gpu, and node ids
+    (`FILE::TEST`) of these places that lie in such files."""
+    found = []
     for place in places:
-        files += (ROOT / place).rglob("test_*.py")
-    return sorted({path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")})
+        name, separator, test = place.partition("::")
+        path = ROOT / name
+        for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
+            if "mark.gpu" in file.read_text(encoding="utf-8"):
+                found.append(f"{file}{separator}{test}")
+    return list(dict.fromkeys(found))
 
 
 def suite(name: str) -> Callable[[Context, float], tuple[str, str]]:
