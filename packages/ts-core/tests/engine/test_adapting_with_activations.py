@@ -201,6 +201,33 @@ def test_a_plan_without_room_for_the_state_leaves_it_on_the_host(
     assert decide(90_000) == (0, False, 81_000)  # more than one block would have to stream
 
 
+@pytest.mark.parametrize(
+    ("device_bytes", "update_seconds", "pushed", "moved"),
+    [
+        (92_000, 1e-6, 5, True),  # every block would fit: host threads would make steps longer
+        (60_000, 6e-6, 3, True),  # five of eight stream, whatever the plan: in 5 microseconds
+        (60_000, 4e-6, 3, False),  # host threads are done before
+    ],
+)
+def test_state_pushes_blocks_out_where_host_threads_would_be_slower(
+    monkeypatch: pytest.MonkeyPatch,
+    device_bytes: int,
+    update_seconds: float,
+    pushed: int,
+    moved: bool,
+) -> None:
+    monkeypatch.setattr(residence, "SMALL_SHARE", 1.0)
+    params = [torch.nn.Parameter(torch.zeros(1500, 1))]
+    rates = replace(TYPICAL_GPU, h2d=2e10, host_adamw=1500 / update_seconds)
+    profile = ModelProfile((10_000,) * 8, 1000, host_state=24_000, trained_values=1500)
+    machine = MachineProfile(device_bytes, 1 << 30, rates=rates)
+    options = PlanOptions(headroom=0.0, activation_share=0.1)
+    without = residence.plan_with_state(profile, machine, options, [])[1]
+    _, plan, found = residence.plan_with_state(profile, machine, options, params)
+    assert found is moved
+    assert len(plan.paged) - len(without.paged) == (pushed if moved else 0)
+
+
 def test_a_resumed_run_with_a_streamed_base_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"max_grad_norm": 0.1, "param_offload": 0.5}
     whole, _, _ = run(monkeypatch, TYPICAL_GPU, 60.0, 4, **options)

@@ -116,6 +116,17 @@ class Device(ABC):
         return 0
 
     @abstractmethod
+    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+        """`host` as a tensor of the device, whose kernels read it over the link.
+
+        Args:
+            host: contiguous, in memory of the arena, page-locked; kept alive by the result.
+
+        Returns:
+            None where the device cannot read it.
+        """
+
+    @abstractmethod
     def usable_bytes(self) -> int | None:
         """Device memory this process may use in all, or None when it is unbounded (host)."""
 

@@ -58,6 +58,23 @@ class CudaTimestamp:
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
+class _Bytes:
+    """Host memory under the protocol by which torch takes memory that a GPU can read.
+
+    Page-locked memory has one address for host and GPU.
+    """
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel() * host.element_size(),),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
 class CudaDevice(Device):
     """One CUDA GPU.
 
@@ -143,6 +160,15 @@ class CudaDevice(Device):
         if asked:
             each = sum(int(kib) * int(count) << 10 for kib, count in asked)
         return 2 * each  # of this thread, and of autograd's
+
+    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+        try:
+            found = torch.as_tensor(_Bytes(host), device=self.torch_device)
+        except RuntimeError:  # not page-locked, or by a driver without one address for both
+            return None
+        if found.data_ptr() != host.data_ptr():
+            return None  # a copy: the memory belongs to another GPU's context
+        return found.view(host.dtype).view(host.shape)
 
     def usable_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

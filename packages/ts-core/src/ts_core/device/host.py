@@ -176,6 +176,9 @@ class HostDevice(Device):
         start = -buffer.data_ptr() % 256
         return buffer[start : start + size_bytes]
 
+    def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
+        return host
+
     def usable_bytes(self) -> int | None:
         return self.pool.limit
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.device import Device
 from ts_core.engine.blocks import shared_parameters
+from ts_core.engine.tables import lookup_tables
 from ts_core.schedule import ModelProfile
 from ts_core.store.images import leaves_bytes, pageable_leaves
 from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes, tensor_leaves
@@ -99,6 +100,7 @@ def model_profile(
             for tensor in (*model.parameters(), *model.buffers())
             if tensor.is_meta
         ),
+        tables=sum(stored_bytes(table) for table in lookup_tables(model, leaves)),
     )
 
 

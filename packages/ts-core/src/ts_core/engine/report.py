@@ -25,6 +25,7 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
         (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks,
+        table_bytes, of input embeddings in host memory;
         outliers, the share of input channels that stored weights were given;
         bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
         disk_bytes, kept there, and disk_read_bytes),
@@ -102,6 +103,7 @@ def _params(session: TrainStreamSession) -> dict[str, Any]:
         "block_bytes": sum(stored_bytes(p) for block in session.blocks for p in block.parameters()),
         "slots": 0 if pager is None else len(pager.ring.slots),
         "slot_bytes": 0 if pager is None else pager.ring.slot_bytes,
+        "table_bytes": 0 if session.tables is None else session.tables.size_bytes,
         "loads": 0 if stats is None else stats.loads,
         "demand_loads": 0 if stats is None else stats.demand_loads,
         "load_bytes": 0 if stats is None else stats.load_bytes,

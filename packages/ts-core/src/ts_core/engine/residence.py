@@ -7,7 +7,7 @@ the first steps decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from ts_core.config import WrapOptions
+from ts_core.errors import OutOfBudgetError
 from ts_core.optim.resident import device_bytes_needed, why_not
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
 from ts_core.schedule.plan import human
 from ts_core.schedule.planner import evaluate
+from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.store import Leaf
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 UPDATES_BEFORE_RESIDENCE = 2
 # Before a step has been measured, state may take this share of the device's memory, and push this
-# many blocks off the device.
+# many blocks off the device; more where host threads would take longer than what has to stream.
 SMALL_SHARE = 0.10
 BLOCKS_PUSHED_OUT = 1
 
@@ -79,9 +81,48 @@ def plan_with_state(
     counted = with_state(profile, params)
     found = evaluate(counted, machine, options)
     small = device_bytes_needed(params) <= SMALL_SHARE * machine.device_bytes
-    if small and found.fits and len(found.paged) <= len(plan.paged) + BLOCKS_PUSHED_OUT:
+    few = len(found.paged) <= len(plan.paged) + BLOCKS_PUSHED_OUT
+    if small and found.fits and (few or _host_is_slower(profile, machine, options)):
         return counted, found, True
     return profile, plan, False
+
+
+def _host_is_slower(profile: ModelProfile, machine: MachineProfile, options: PlanOptions) -> bool:
+    """Whether updates by host threads take longer than streaming the blocks that never fit.
+
+    Where they do not, they hide behind it, and blocks that state pushes out would make it longer.
+    """
+    least = evaluate(profile, machine, replace(options, activation_share=0.0))
+    rates = machine.rates or TYPICAL_GPU
+    streams = 2 * sum(profile.pageable[index] for index in least.paged) / rates.h2d
+    return profile.trained_values / rates.host_adamw > streams
+
+
+def plan_with_tables(
+    profile: ModelProfile,
+    machine: MachineProfile,
+    options: PlanOptions,
+    params: Sequence[nn.Parameter],
+    take: Callable[[], bool],
+    check_memory: bool,
+) -> tuple[ModelProfile, Plan, bool]:
+    """`plan_with_state`, with input embeddings in host memory where the plan says so.
+
+    Args:
+        profile, machine, options, params: as for `plan_with_state`.
+        take: moves the embeddings; whether it could.
+        check_memory: refuse a run that cannot fit without that.
+
+    Raises:
+        OutOfBudgetError: it cannot fit.
+    """
+    found = plan_with_state(profile, machine, options, params)
+    if found[1].host_tables and not take():
+        found = plan_with_state(replace(profile, tables=0), machine, options, params)
+        if check_memory and not found[1].fits:
+            raise OutOfBudgetError(" ".join(found[1].reasons))
+    counted, plan, on_device = found
+    return counted.with_host_tables() if plan.host_tables else counted, plan, on_device
 
 
 def with_state(profile: ModelProfile, params: Sequence[nn.Parameter]) -> ModelProfile:

@@ -23,6 +23,7 @@ from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.no_copies import NO_COPY, NoCopies
 from ts_core.engine.replay import BlockReplay
 from ts_core.engine.runner import BlockRunner
+from ts_core.engine.tables import HostTables
 from ts_core.engine.turns import Turns, in_backward
 from ts_core.errors import StateError
 from ts_core.memory.ledger import Reservation
@@ -92,6 +93,7 @@ class TrainStreamSession:
         self.replay: BlockReplay | None = None
         self.experts: ExpertPaging | None = None
         self.stored_experts: StoredExperts | None = None
+        self.tables: HostTables | None = None
         self.quantized: dict[str, Any] = {}
         self.moments = "float32"
         self.state_on_device = False
@@ -257,3 +259,5 @@ class TrainStreamSession:
             self.resident_reservation.release()
         if self.config.vram_limit_bytes is not None:
             self.device.set_limit(None)
+        if self.tables is not None:
+            self.tables.restore()

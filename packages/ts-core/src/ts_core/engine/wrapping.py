@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -40,10 +41,11 @@ from ts_core.engine.planning import (
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
 from ts_core.engine.replay import replay_for
-from ts_core.engine.residence import plan_with_state, staying
+from ts_core.engine.residence import plan_with_tables, staying
 from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
+from ts_core.engine.tables import HostTables, lookup_tables
 from ts_core.engine.wrap_checks import (
     check_blocks,
     check_no_gradients,
@@ -211,13 +213,18 @@ def _start(
     machine, asked = machine_profile(device, model, optimizer), plan_options(config)
     several = several_processes(config.distributed, config.optimizer_mode, config.eager)
     stay = staying(model, optimizer, leaves, config, moments, several)
-    profile, plan, on_device = plan_with_state(profile, machine, asked, stay)
+    tables = HostTables(device, default_arena())
+    take = functools.partial(tables.take, lookup_tables(model, leaves), log)
+    profile, plan, on_device = plan_with_tables(
+        profile, machine, asked, stay, take, config.check_memory
+    )
     if plan.paged:
         machine = with_rates(machine, device, config, log)
     for reason in plan.reasons:
         log(f"plan: {reason}")
     copies = CopyEngine(device, config.max_inflight_bytes)
     session = TrainStreamSession(model, blocks, config, device, copies, plan, log)
+    session.tables = tables
     session.quantized = quantized
     session.moments = moments
     session.state_on_device = on_device

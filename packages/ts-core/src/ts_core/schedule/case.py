@@ -145,6 +145,7 @@ class Case:
             seconds=step_seconds(self.model, self.machine, paged, slots, self.policy),
             activations=self.policy,
             failed=failed,
+            host_tables=self.model.host_tables,
         )
 
     def _on_host(self, paged: tuple[int, ...]) -> dict[str, int]:
@@ -162,6 +163,8 @@ class Case:
             loaded = max(0, model.to_load - images)
         if loaded:
             host["to_be_loaded"] = loaded
+        if model.host_tables:
+            host["tables"] = model.host_tables
         budget = None
         if machine.host_available is not None:
             free = max(0, machine.host_available - machine.host_floor)
@@ -169,6 +172,7 @@ class Case:
         if self.options.disk:  # frozen blocks go there that may not be locked, or RAM cannot hold
             locked = images if machine.page_lock_bytes is None else machine.page_lock_bytes
             room = images if budget is None else budget - optimizer - moved - loaded
+            room -= model.host_tables
             stay = sum(
                 model.pageable[index]
                 for index in paged
@@ -202,6 +206,11 @@ class Case:
             ]
         if slots < min(self.options.slot_count, len(paged)):
             found.append("one slot, since two do not fit: each load waits for the block before it")
+        if self.model.host_tables:
+            found.append(
+                f"{human(self.model.host_tables)} of input embeddings in host memory, where a step "
+                f"reads the rows it needs"
+            )
         if self.policy:
             found.append(
                 f"activations: {self.policy.count(KEEP)} blocks keep them, "

@@ -175,6 +175,7 @@ class PeakCorrector:
         model = replace(
             self._model,
             fixed_device=rest,
+            tables=0,
             trained=0,
             gradients_wait=False,
             activations=tuple(block.saved for block in measured),

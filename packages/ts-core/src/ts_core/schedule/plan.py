@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ts_core.schedule.rates import HardwareProfile
 
@@ -62,6 +62,9 @@ class ModelProfile:
         host_copies: bytes of trained weights that have a copy in host memory while they are on a
             device of its own (host threads write new values there).
         to_load: bytes of weights that have no values yet (meta device), and so no memory.
+        tables: of `fixed_device`, bytes of frozen tables of which a step reads few rows (input
+            embeddings), so that they may lie in host memory.
+        host_tables: bytes of such tables that are in host memory, and not in `fixed_device`.
     """
 
     pageable: tuple[int, ...]
@@ -80,6 +83,17 @@ class ModelProfile:
     gradients_leaving: int = 0
     host_copies: int = 0
     to_load: int = 0
+    tables: int = 0
+    host_tables: int = 0
+
+    def with_host_tables(self) -> ModelProfile:
+        """The profile with its tables in host memory."""
+        return replace(
+            self,
+            fixed_device=self.fixed_device - self.tables,
+            tables=0,
+            host_tables=self.host_tables + self.tables,
+        )
 
     def gradients(self, paged: Sequence[int]) -> int:
         """Bytes of gradients that lie on the device at once while these blocks are paged."""
@@ -167,6 +181,7 @@ class Plan:
         failed: the budget that failed, "device" or "host"; empty when it fits.
         reasons: the decisions in plain words; the failure and its remedies when it does not fit.
         remedies: what would make it fit, each tried.
+        host_tables: bytes of tables that lie in host memory.
     """
 
     paged: tuple[int, ...]
@@ -181,6 +196,7 @@ class Plan:
     activations: tuple[str, ...] = ()
     failed: str = ""
     remedies: tuple[str, ...] = ()
+    host_tables: int = 0
 
 
 def human(size_bytes: int, *, at_least: bool = False) -> str:

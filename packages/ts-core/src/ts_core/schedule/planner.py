@@ -87,8 +87,24 @@ def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions)
     """`make_plan` without looking for remedies.
 
     The plan with the shortest predicted step among the ways to treat activations; when none fits,
-    the one that lacks least.
+    the one that lacks least. Tables of which a step reads few rows go to host memory rather than
+    blocks that stream.
     """
+    plan = _with_tables_where_they_are(model, machine, options)
+    if not _tables_may_leave(model, machine, options) or (plan.fits and not plan.paged):
+        return plan
+    other = _with_tables_where_they_are(model.with_host_tables(), machine, options)
+    return min((plan, other), key=lambda found: _order(found, options))
+
+
+def _tables_may_leave(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> bool:
+    limited = machine.counts_fixed and machine.device_bytes is not None
+    return bool(model.tables and limited and options.reserve is None and options.param_offload)
+
+
+def _with_tables_where_they_are(
+    model: ModelProfile, machine: MachineProfile, options: PlanOptions
+) -> Plan:
     best: Plan | None = None
     for policy in _policies(model, options):
         plan = _with_policy(model, machine, options, policy)
