@@ -386,6 +386,8 @@ def test_code_of_the_checkpoint(
     """trust_remote_code=True runs the folder's own code; without it nothing of it runs."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "m"))
     monkeypatch.setattr("sys.path", list(sys.path))  # transformers adds that folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test's folder
     folder = checkpoint("llama")
     plain = ts_hf.load_model(folder, quantize=codec)
     for name, text in CODE.items():

@@ -24,11 +24,26 @@ LAYER_PATHS = (
     "backbone.layers",  # Mamba
 )
 
+DECODER_PATHS = ("layers", "decoder.layers", "h", "blocks")  # of what a model names its decoder
+
 
 def base_causal_lm(model: nn.Module) -> nn.Module:
     """The transformers model inside a PEFT wrapper, or `model` itself."""
     get_base = getattr(model, "get_base_model", None)
     return get_base() if callable(get_base) else model
+
+
+def text_decoder(inner: Any) -> Any:
+    """The module whose output is the last hidden state, or None.
+
+    Of a vision-language model, the language model without its head.
+    """
+    if hasattr(inner, "get_decoder"):
+        found = inner.get_decoder()
+        if found is not None and found is not inner:
+            return found
+    found = getattr(inner, "base_model", None)
+    return None if found is inner else found
 
 
 def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -38,8 +53,9 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
         model: a transformers model, in a PEFT wrapper or not, on any device (meta too).
 
     Returns:
-        The layers; by the installed family plug-in, else by the layouts known here, else the
-        largest uniform stack (`ts_core.find_blocks`), which may be empty.
+        The layers; by the installed family plug-in, else by the layouts known here, else those of
+        what the model names its decoder, else the largest uniform stack (`ts_core.find_blocks`),
+        which may be empty.
     """
     from ts_core.registry import models
 
@@ -47,10 +63,12 @@ def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
     model_type = getattr(getattr(inner, "config", None), "model_type", None)
     if model_type and models.has(model_type):
         return list(models.get(model_type).find_blocks(inner))
-    for path in LAYER_PATHS:
-        found = _at(inner, path)
-        if isinstance(found, nn.ModuleList) and len(found) > 0:
-            return list(found)
+    decoder = text_decoder(inner)
+    for start, paths in ((inner, LAYER_PATHS), (decoder, DECODER_PATHS)):
+        for path in paths:
+            found = _at(start, path)
+            if isinstance(found, nn.ModuleList) and len(found) > 0:
+                return list(found)
     from ts_core import find_blocks
 
     return list(find_blocks(inner))

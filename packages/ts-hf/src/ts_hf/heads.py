@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ts_core.optim.read_guard import ParameterInFlight
 from ts_core.registry import kernels
-from ts_hf.families import base_causal_lm
+from ts_hf.families import base_causal_lm, text_decoder
 
 _PROBE_TOKENS = 8
 
@@ -102,7 +102,7 @@ def last_hidden_state(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor,
         model's output).
     """
     inner: Any = base_causal_lm(model)
-    with capture(decoder_of(inner)) as captured:
+    with capture(text_decoder(inner)) as captured:
         outputs = model(**inputs, logits_to_keep=1)
     hidden = captured.pop()
     weights = head_weights(model)
@@ -110,16 +110,6 @@ def last_hidden_state(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor,
     if not torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(weights.weight.dtype)
     return hidden, outputs
-
-
-def decoder_of(inner: Any) -> Any:
-    """The module whose output is the last hidden state, or None."""
-    if hasattr(inner, "get_decoder"):
-        found = inner.get_decoder()
-        if found is not None and found is not inner:
-            return found
-    found = getattr(inner, "base_model", None)
-    return None if found is inner else found
 
 
 class capture(AbstractContextManager[list[Tensor]]):
@@ -166,7 +156,7 @@ def _why_not(model: nn.Module, input_ids: Tensor) -> str | None:
         return f"{type(inner).__name__} always computes all logits"
     if getattr(getattr(inner, "config", None), "final_logit_softcapping", None) is not None:
         return "it caps its logits"
-    if decoder_of(inner) is None:
+    if text_decoder(inner) is None:
         return f"the decoder of {type(inner).__name__} was not found"
     if not _head_is_last(model, inner, input_ids):
         return "its logits are not simply the head applied to the last hidden state"
@@ -180,7 +170,7 @@ def _head_is_last(model: nn.Module, inner: Any, input_ids: Tensor) -> bool:
     model.eval()
     try:
         with (
-            capture(decoder_of(inner)) as hidden,
+            capture(text_decoder(inner)) as hidden,
             capture(inner.get_output_embeddings(), inputs=True) as seen,
         ):
             logits = model(input_ids=input_ids[:1, :_PROBE_TOKENS]).logits

@@ -50,7 +50,7 @@ def load_model(
     trust_remote_code: bool = False,
     **config_overrides: Any,
 ) -> Any:
-    """Load a causal language model into host RAM, one tensor at a time.
+    """Load a causal or vision-language model into host RAM, one tensor at a time.
 
     The decoder layers' nn.Linear weights are quantized while they are read, everything else is
     cast to `dtype`; peak RAM is the finished model plus one tensor (read, cast and encoded). Tied
@@ -80,7 +80,8 @@ def load_model(
             when there is one), for benchmarks at size.
         ram_fraction: share of free RAM that "auto" may plan with, in (0, 1].
         trust_remote_code: let the checkpoint's own Python code define the architecture.
-        **config_overrides: fields of the config, `attn_implementation`, `experts_implementation`.
+        **config_overrides: fields of the config (or of its text model's), `attn_implementation`,
+            `experts_implementation`.
 
     Returns:
         The model (a transformers PreTrainedModel). `model.trainstream_load` is a LoadReport.

@@ -139,8 +139,8 @@ class PackedCollator:
             As `pack_sequences`, and `use_cache` False, so that `model(**batch)` is right.
 
         Raises:
-            ValueError: (DataError) as `pack_sequences`; a column with a value per token, which
-                packing would lose.
+            ValueError: (DataError) as `pack_sequences`; a column with a value per token, or with
+                arrays of several dimensions (images), which packing would lose.
         """
         rows = [_tokens_and_labels(index, feature) for index, feature in enumerate(features)]
         sequences, labels = [ids for ids, _ in rows], [own for _, own in rows]
@@ -222,6 +222,11 @@ def _tokens_and_labels(index: int, feature: Any) -> tuple[Tensor, Tensor]:
                 f"row {index} has a value of {name!r} for each token, which packing would lose. "
                 f"Remove the column, or train without packing."
             )
+        if _has_rows(value):
+            raise DataError(
+                f"row {index} has {name!r}, an array of several dimensions such as an image's "
+                f"pixels, which packing would lose. Remove the column, or train without packing."
+            )
     mask = feature.get("attention_mask")
     if mask is not None and labels.shape == ids.shape:
         keep = torch.as_tensor(mask, device="cpu").bool()
@@ -232,6 +237,15 @@ def _tokens_and_labels(index: int, feature: Any) -> tuple[Tensor, Tensor]:
             )
         ids, labels = ids[keep], labels[keep]
     return ids, labels
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a column's value is an array of two or more dimensions, or nested lists."""
+    if hasattr(value, "ndim"):
+        return bool(value.ndim > 1)
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(item, (list, tuple)) or hasattr(item, "ndim") for item in value
+    )
 
 
 def _integers(values: Any, what: str) -> Tensor:

@@ -6,15 +6,23 @@ functions run under a FakeTensorMode that the caller has entered, so nothing is 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ts_core.errors import DataError
 from ts_hf.families import find_decoder_layers
-from ts_hf.skeleton import BUILD_ERRORS, cannot_build, load_config, take_quantization_config
+from ts_hf.skeleton import (
+    BUILD_ERRORS,
+    auto_class,
+    cannot_build,
+    load_config,
+    take_quantization_config,
+)
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -37,9 +45,9 @@ class ConfigReader:
             trust_remote_code: whether code that the folder ships may run.
 
         Raises:
-            DataError: no readable config, or no causal language model can be made of it.
+            DataError: no readable config, or no language model can be made of it.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
 
         path = Path(source)
         folder = path.parent if path.is_file() and path.suffix == ".json" else path
@@ -57,12 +65,17 @@ class ConfigReader:
         if getattr(config, "use_cache", False):
             config.use_cache = False
         try:
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            # Some rules draw until the values fit, which those of fake tensors never do.
+            fake = isinstance(torch.empty(0), FakeTensor)
+            with no_init_weights() if fake else nullcontext():
+                model: Any = auto_class(config).from_config(
+                    config, dtype=dtype, trust_remote_code=trust_remote_code
+                )
+            model.tie_weights()  # left out with the rules
         except BUILD_ERRORS as error:
             raise DataError(cannot_build(config, error)) from error
-        return model.train()
+        made: nn.Module = model.train()
+        return made
 
     def loss(self, model: nn.Module, batch: int, length: int) -> Tensor:
         """The model's own loss of predicting each next token of a batch [batch, length]."""

@@ -48,11 +48,15 @@ def load_config(
             raise DataError(f"{source}/config.json has values that do not fit: {told}") from error
         except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
             raise DataError(_unknown_architecture(Path(source), error)) from error
+    text = config.get_text_config(decoder=True)  # its own, or that of a vision-language model
     for name, value in overrides.items():
         if name in _CONSTRUCTION_OPTIONS:
             continue
+        if not hasattr(config, name) and hasattr(text, name):
+            setattr(text, name, value)
+            continue
         if not hasattr(config, name):
-            fields = [*config.to_dict(), *_CONSTRUCTION_OPTIONS]
+            fields = [*config.to_dict(), *text.to_dict(), *_CONSTRUCTION_OPTIONS]
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise OptionError(
@@ -77,7 +81,7 @@ def take_quantization_config(config: Any) -> Any:
 def build_skeleton(
     config: Any, dtype: torch.dtype, *, trust_remote_code: bool, options: dict[str, Any]
 ) -> nn.Module:
-    """An AutoModelForCausalLM with parameters on meta and buffers computed, on the CPU.
+    """The model of a config with parameters on meta and buffers computed, on the CPU.
 
     Args:
         config: a transformers config.
@@ -88,10 +92,8 @@ def build_skeleton(
     Raises:
         DataError: the architecture has no causal language model.
     """
-    from transformers import AutoModelForCausalLM
-
     build = partial(
-        AutoModelForCausalLM.from_config,
+        auto_class(config).from_config,
         config,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
@@ -107,6 +109,28 @@ def build_skeleton(
         _take_buffers_from_construction(model, build)
     _apply_fp32_rules(model, dtype)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class of transformers that makes the model of a config.
+
+    AutoModelForImageTextToText where the config names such a model in `architectures`, or where
+    its type has no causal language model alone; else AutoModelForCausalLM.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    fitting = [kind for kind in kinds if type(config) in kind._model_mapping]
+    named = set(getattr(config, "architectures", None) or ())
+    for kind in fitting:
+        made = kind._model_mapping[type(config)]
+        if named & {cls.__name__ for cls in (made if isinstance(made, tuple) else (made,))}:
+            return kind
+    own_code = getattr(config, "auto_map", None) or {}
+    return next(
+        (kind for kind in kinds if kind.__name__ in own_code),
+        fitting[0] if fitting else AutoModelForCausalLM,
+    )
 
 
 def cannot_build(config: Any, error: Exception) -> str:

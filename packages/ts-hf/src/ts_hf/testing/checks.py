@@ -61,11 +61,11 @@ def with_adapters(row: Family, **changes: Any) -> Any:
     return adapted
 
 
-def train(model: Any, optimizer: Any, steps: int = STEPS) -> Record:
+def train(row: Family, model: Any, optimizer: Any, steps: int = STEPS) -> Record:
     """Losses of some steps on seeded batches, and the trained values after them."""
     losses = []
     for step in range(steps):
-        loss = model(**token_batch(step)).loss
+        loss = model(**row.batch(step)).loss
         loss.backward()
         losses.append(loss.detach().clone())
         optimizer.step()
@@ -98,18 +98,18 @@ def _assert_close(found: Record, wanted: Record, rtol: float = 2e-5) -> None:
         assert gap <= 1e-5, f"{name} is off by {gap:.2g}"
 
 
-def _plain(model: Any) -> Record:
+def _plain(row: Family, model: Any) -> Record:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return train(model, torch.optim.AdamW(trained, lr=1e-3, eps=_EPS))
+    return train(row, model, torch.optim.AdamW(trained, lr=1e-3, eps=_EPS))
 
 
 def check_lora(row: Family) -> str:
     """Adapters on streamed frozen weights: the bits of resident ones, and torch within rounding."""
-    resident = train(*wrapped(with_adapters(row), param_offload=False))
+    resident = train(row, *wrapped(with_adapters(row), param_offload=False))
     with inject_delays(1, max_ms=0.3):
-        streamed = train(*wrapped(with_adapters(row), param_offload=True))
+        streamed = train(row, *wrapped(with_adapters(row), param_offload=True))
     _assert_equal(streamed, resident)
-    _assert_close(streamed, _plain(with_adapters(row)))
+    _assert_close(streamed, _plain(row, with_adapters(row)))
     return BIT_EQUAL
 
 
@@ -119,10 +119,10 @@ def check_full(row: Family) -> str:
     def model() -> Any:
         made = row.build()
         for name, parameter in made.named_parameters():
-            parameter.requires_grad_("visual" not in name)
+            parameter.requires_grad_(row.images is None or "vis" not in name)  # not the tower
         return made
 
-    _assert_close(train(*wrapped(model(), param_offload=False)), _plain(model()))
+    _assert_close(train(row, *wrapped(model(), param_offload=False)), _plain(row, model()))
     return ROUNDING
 
 
@@ -141,14 +141,14 @@ def check_nf4(row: Family) -> str:
     except OptionError:
         return REFUSED
     with inject_delays(2, max_ms=0.3):
-        streamed = train(*wrapped(quantized, param_offload=True))
+        streamed = train(row, *wrapped(quantized, param_offload=True))
     decoded = model()
     for module in decoded.modules():
         for name, parameter in list(module._parameters.items()):
             if hasattr(parameter, "codec"):
                 dense: Any = parameter
                 module._parameters[name] = nn.Parameter(dense.dequantize(), requires_grad=False)
-    _assert_equal(streamed, train(*wrapped(decoded, param_offload=False)))
+    _assert_equal(streamed, train(row, *wrapped(decoded, param_offload=False)))
     return BIT_EQUAL
 
 
@@ -158,10 +158,10 @@ def check_experts(row: Family) -> str:
 
     if not row.experts:
         return NOT_APPLICABLE
-    resident = train(*wrapped(with_adapters(row)))
+    resident = train(row, *wrapped(with_adapters(row)))
     with inject_delays(3, max_ms=0.3):
         model, optimizer = wrapped(with_adapters(row), moe_paging=True)
-        paged = train(model, optimizer)
+        paged = train(row, model, optimizer)
     _assert_equal(paged, resident)
     report = memory_report(model)["experts"]
     assert 0 < report["load_bytes"] <= report["whole_bytes"]
@@ -170,11 +170,11 @@ def check_experts(row: Family) -> str:
 
 def check_kernels(row: Family) -> str:
     """kernels=True, fused_lora=True: which kernels replace the model's code (checked alike)."""
-    plain = train(*wrapped(with_adapters(row), param_offload=True), 3)
+    plain = train(row, *wrapped(with_adapters(row), param_offload=True), 3)
     model, optimizer = wrapped(
         with_adapters(row), param_offload=True, kernels=True, fused_lora=True
     )
-    _assert_close(train(model, optimizer, 3), plain, rtol=1e-4)
+    _assert_close(train(row, model, optimizer, 3), plain, rtol=1e-4)
     kinds = {kind for patch in model._trainstream_session.patches for kind in patch.replaced}
     return ", ".join(sorted(kinds)) or "none"
 
@@ -220,7 +220,7 @@ def check_cache(row: Family) -> str:
 
     model, _ = wrapped(with_adapters(row), param_offload=True)
     model.eval()
-    inputs = {key: value for key, value in token_batch(4).items() if key != "labels"}
+    inputs = {key: value for key, value in row.batch(4).items() if key != "labels"}
     inputs["attention_mask"][1, :3] = 0
     try:
         cache = ts_hf.TrainStreamCache(model, 32, resident_layers=1, page_tokens=4)
@@ -246,14 +246,17 @@ def check_cache(row: Family) -> str:
     return "equal"
 
 
+def _joined(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
 def check_trainer(row: Family) -> str:
     """Five steps under TrainStreamTrainer: the losses of transformers.Trainer within rounding."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     import ts_hf
 
-    batch = token_batch(7, 8)
-    rows = [{"input_ids": ids, "labels": ids.clone()} for ids in batch["input_ids"]]
+    rows = [row.batch(70 + index, 1) for index in range(8)]
     losses = []
     streaming = {"trainstream": {"param_offload": True, "quantize": "none"}}
     runs: list[tuple[Any, dict[str, Any]]] = [(Trainer, {}), (ts_hf.TrainStreamTrainer, streaming)]
@@ -270,8 +273,15 @@ def check_trainer(row: Family) -> str:
                 report_to=[],
                 use_cpu=True,
                 disable_tqdm=True,
+                remove_unused_columns=False,
             )
-            trainer = cls(model=with_adapters(row), args=arguments, train_dataset=rows, **options)
+            trainer = cls(
+                model=with_adapters(row),
+                args=arguments,
+                train_dataset=rows,
+                data_collator=_joined,
+                **options,
+            )
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ts_hf.skeleton import auto_class
+from ts_hf.testing import images
 
 VOCABULARY = 96
 
@@ -27,6 +29,9 @@ _LLAMA: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {**_LLAMA, "num_experts_per_tok": 2}
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_TEXT_LINEAR = (
+    r".*(language_model|text_model).*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+)
 _GEMMA: dict[str, Any] = {**_LLAMA, "head_dim": 16, "sliding_window": 8}
 
 
@@ -42,6 +47,7 @@ class Family:
         targets: `target_modules` of PEFT LoRA for it.
         lora: further fields of LoraConfig.
         note: what a reader should know, or "".
+        images: how it takes images, if it does; its batches then have one in every row.
     """
 
     title: str
@@ -51,9 +57,10 @@ class Family:
     targets: str | list[str] = "all-linear"
     lora: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    images: images.Images | None = None
 
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-        """An AutoModelForCausalLM with random weights, the same for the same seed.
+        """A model of transformers with random weights, the same for the same seed.
 
         Args:
             seed: of the weights.
@@ -68,14 +75,18 @@ class Family:
             if name in changes
         }
         config = getattr(transformers, self.config)(**{**self.fields, **changes})
-        make: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config
-        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-            make = transformers.AutoModelForImageTextToText.from_config
         state = torch.get_rng_state()
         torch.manual_seed(seed)
-        model = make(config, dtype=dtype, **options)
+        model = auto_class(config).from_config(config, dtype=dtype, **options)
+        if self.images is not None:
+            _let_images_count(model)
         torch.set_rng_state(state)
         return model.eval()
+
+    def batch(self, seed: int, rows: int = 2) -> dict[str, torch.Tensor]:
+        """Seeded random tokens with labels, and images where it takes them."""
+        tokens = token_batch(seed, rows)
+        return tokens if self.images is None else self.images.put_into(tokens, seed)
 
 
 FAMILIES: dict[str, Family] = {
@@ -145,34 +156,49 @@ FAMILIES: dict[str, Family] = {
         targets=_ATTENTION,
     ),
     "qwen2_5_vl": Family(
-        "Qwen2.5-VL (text)",
+        "Qwen2.5-VL",
         "Qwen2_5_VLConfig",
-        {
-            "text_config": {
-                **_LLAMA,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [2, 3, 3],
-                },
-            },
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "fullatt_block_indexes": [1],
-            },
-            "vision_start_token_id": 90,
-            "vision_end_token_id": 91,
-            "image_token_id": 92,
-            "video_token_id": 93,
-        },
-        targets=".*language_model.*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
-        note="the language model streams; the vision tower stays on the device",
+        images.qwen2_5_vl(_LLAMA),
+        targets=_TEXT_LINEAR,
+        images=images.QWEN_IMAGES,
+    ),
+    "qwen3_vl": Family(
+        "Qwen3-VL",
+        "Qwen3VLConfig",
+        images.qwen3_vl({**_LLAMA, "head_dim": 16}),
+        targets=_TEXT_LINEAR,
+        images=images.QWEN_IMAGES,
+    ),
+    "gemma3_vl": Family(
+        "Gemma 3 (images)",
+        "Gemma3Config",
+        images.gemma3(_GEMMA),
+        targets=_TEXT_LINEAR,
+        images=images.Images((1, 3, 32, 32), types="token_type_ids"),
+    ),
+    "llava": Family(
+        "LLaVA",
+        "LlavaConfig",
+        images.llava(_LLAMA),
+        targets=_TEXT_LINEAR,
+        images=images.Images((1, 3, 16, 16)),
+    ),
+    "smolvlm": Family(
+        "SmolVLM, Idefics3",
+        "SmolVLMConfig",
+        images.smolvlm(_LLAMA),
+        targets=_TEXT_LINEAR,
+        images=images.Images((1, 1, 3, 16, 16), tokens=1),
     ),
 }
+
+
+def _let_images_count(model: torch.nn.Module) -> None:
+    """Draw the matrices that begin at zero, through which nothing of an image would pass."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(0.0, 0.1)
 
 
 def token_batch(seed: int, batch: int = 2, length: int = 12) -> dict[str, torch.Tensor]:

@@ -24,6 +24,9 @@ Written by `python -m ts_hf.testing.table docs/models.md`, which builds a small 
 from its config (3 layers, random weights) and runs every check on it, on the host device, with
 delays injected into the copies. The test suite runs the same checks and fails where a cell is not
 what it found. Families that follow the same layout work too; these are the ones that are tested.
+
+Vision-language models train and generate with an image in every row, but for packing. Their
+language model streams and takes the adapters; the vision tower stays on the device, frozen.
 """
 
 _WORDS = f"""
