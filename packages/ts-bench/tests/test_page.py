@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import matplotlib
 import pytest
 
 from ts_bench import records
 from ts_bench.cli import main
+from ts_bench.plot import plot
+from ts_bench.plot_kernels import plot_kernels
 from ts_bench.records import Measurement, Record
 from ts_bench.scenarios import SCENARIOS
+from ts_bench.summary import summarize
 
 STREAMED = SCENARIOS["lora-14b-bf16-1x512-24g"]
 
@@ -90,8 +94,51 @@ def test_a_page_has_tables_outputs_tests_and_its_sources(tmp_path, capsys) -> No
     assert "    nf4 3.7 TB/s" in page
     assert "- failed: `packages/x/tests/test_a.py::one`: E  assert 1 == 2" in page
     assert "- did not end in time: `packages/x/tests/test_a.py::hangs`" in page
-    assert (out / "day-lora.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "day-lora-bf16.png").read_bytes().startswith(b"\x89PNG")
+    assert "![lora-bf16: step times and memory](day-lora-bf16.png)" in page
     assert (out / "day-records.jsonl").read_text() == run.read_text()
+
+
+def test_kernels_are_drawn_small(tmp_path) -> None:
+    def row(kernel: str, size: str, contender: str, share: float | None) -> dict[str, object]:
+        shares = {"forward_share": share, "backward_share": share}
+        return {"kernel": kernel, "size": size, "contender": contender, **shares}
+
+    contenders = {"ts_kernels": 0.95, "eager": 0.2, "compile": 0.8, "liger": 0.85}
+    sizes = [f"{rows} x 5120" for rows in (512, 1024, 2048, 4096, 8192)]
+    kernels = ["rms_norm", "add_rms_norm", "rotary", "gated_mlp, silu"]
+    rows = [row(k, s, *each) for k in kernels for s in sizes for each in contenders.items()]
+    rows.append(row("lora_linear", "512", "ts_kernels", None))
+    data = {"device": "a GPU", "torch": "2.11.0", "copy_gb_s": 4300.0, "rows": rows}
+    path, other = tmp_path / "kernels.json", tmp_path / "machine.json"
+    path.write_text(json.dumps(data, indent=1))
+    other.write_text(json.dumps({"kind": "machine"}))
+    out = tmp_path / "docs"
+    assert main(["page", str(path), str(other), "--out", str(out), "--name", "day"]) == 0
+    picture = out / "day-kernels.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 200_000
+    assert "![kernels: bytes per second](day-kernels.png)" in (out / "day.md").read_text()
+    assert json.loads((out / "day-kernels.json").read_text()) == data
+    assert not plot_kernels({**data, "rows": rows[-1:]}, tmp_path / "none.png")
+    other.write_text("{}")
+    assert main(["page", str(other), "--out", str(out), "--name", "day"]) == 2
+
+
+def test_pictures_leave_out_what_did_not_run(tmp_path) -> None:
+    """And name the options of an engine that are on."""
+    path = tmp_path / "picture.svg"
+    replay = _record(engine="trainstream[kernels=True,slots=3]", variant="checkpointing")
+    absent = _record(engine="unsloth", status=records.NOT_INSTALLED, measurement=None)
+    full = _record(engine="bitsandbytes", status=records.OUT_OF_MEMORY, measurement=None)
+    assert not plot(summarize([absent, full]), path, {}, "caption")
+    assert not path.exists()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert plot(summarize([replay, absent, full]), path, {}, "caption")
+    drawn = path.read_text()
+    assert "kernels, slots=3, checkpointing" in drawn
+    assert "out of memory" in drawn
+    assert "unsloth" not in drawn
 
 
 @pytest.mark.parametrize(

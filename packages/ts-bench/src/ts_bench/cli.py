@@ -293,4 +293,5 @@ def _draw(found: list[Record], path: Path, baseline: str | None) -> None:
         f"{device.get('name', device['type'])}, torch {versions['torch']}, {day}; "
         f"random weights and tokens; medians of {ran.settings['steps']} steps"
     )
-    plot(summarize(found, baseline), path, limits, caption)
+    if not plot(summarize(found, baseline), path, limits, caption):
+        print(f"{path} was not drawn: no engine succeeded", file=sys.stderr)

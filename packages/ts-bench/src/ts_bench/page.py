@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ts_bench.plot import plot
+from ts_bench.plot_kernels import plot_kernels
 from ts_bench.records import Record
 from ts_bench.report import RIGHT, table_of
 from ts_bench.scenarios import GB, SCENARIOS
@@ -25,6 +26,11 @@ LEGEND = (
     "predicted; *ratio*: to trainstream (the form with 1.00x), within a round."
 )
 
+KERNELS = (
+    "Bytes that must be read and written, per second, by CUDA-graph replays over inputs that do "
+    "not fit in the cache; the line is a kernel that reads and writes once."
+)
+
 
 @dataclass
 class Found:
@@ -35,6 +41,7 @@ class Found:
         scripts: {stage, command, date, status, seconds, output}.
         tests: {id, outcome, seconds, text}; the last of each id.
         cut: ids of tests that began and have no end.
+        kernels: what `all_kernels.py --json` wrote; the last of several.
         lines: every line as it was read, by the name of its file.
     """
 
@@ -42,11 +49,12 @@ class Found:
     scripts: list[dict[str, Any]] = field(default_factory=list)
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
     cut: list[str] = field(default_factory=list)
+    kernels: dict[str, Any] | None = None
     lines: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read(paths: Iterable[Path]) -> Found:
-    """Read files of JSON lines.
+    """Read files of JSON lines, and kernels.json (or another whole file, *.json, only kept).
 
     Raises:
         DataError: a file cannot be read, or has lines of another kind.
@@ -58,12 +66,27 @@ def read(paths: Iterable[Path]) -> Found:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
+        if path.suffix == ".json":
+            found.lines.setdefault(path.name, []).extend(lines)
+            _take_file("\n".join(lines), path, found)
+            continue
         for number, line in enumerate(lines, 1):
             if line.strip():
                 found.lines.setdefault(path.name, []).append(line)
                 _take(line, f"{path}, line {number}", found, begun)
     found.cut = [name for name in begun if name not in found.tests]
     return found
+
+
+def _take_file(text: str, path: Path, found: Found) -> None:
+    try:
+        data = json.loads(text)
+        if "copy_gb_s" in data and "rows" in data:
+            found.kernels = data
+        elif "kind" not in data:
+            raise DataError(f"{path}: not what a benchmark wrote")
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{path}: no JSON object ({error})") from error
 
 
 def _take(line: str, place: str, found: Found, begun: dict[str, None]) -> None:
@@ -98,8 +121,8 @@ def write(found: Found, folder: Path, name: str) -> Path:
     Raises:
         DataError: there is nothing to write about.
     """
-    if not (found.records or found.scripts or found.tests):
-        raise DataError("nothing to make a page of: no record, script or test")
+    if not (found.records or found.scripts or found.tests or found.kernels):
+        raise DataError("nothing to make a page of: no record, script, test or kernel")
     folder.mkdir(parents=True, exist_ok=True)
     for file, lines in found.lines.items():
         (folder / f"{name}-{file}").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -107,6 +130,9 @@ def write(found: Found, folder: Path, name: str) -> Path:
     parts = [f"# {_day(found)}, {_device(found)}", _machine(found), f"All figures: {links}."]
     if found.records:
         parts += _record_parts(found.records, folder, name)
+    if found.kernels is not None and plot_kernels(found.kernels, folder / f"{name}-kernels.png"):
+        parts += ["## Bandwidth of kernels", KERNELS]
+        parts.append(f"![kernels: bytes per second]({name}-kernels.png)")
     for stage in dict.fromkeys(script["stage"] for script in found.scripts):
         parts.append(f"## {stage}")
         parts += [_script(script) for script in found.scripts if script["stage"] == stage]
@@ -154,15 +180,15 @@ def _machine(found: Found) -> str:
 
 
 def _record_parts(found: Sequence[Record], folder: Path, name: str) -> list[str]:
-    parts = ["## Step times", LEGEND]
+    parts, pictures = ["## Step times", LEGEND], []
     parts += [f"    {c}" for c in dict.fromkeys(record.command for record in found) if c]
     rows = summarize(found)
     for scenario in dict.fromkeys(record.scenario["name"] for record in found):
         known = SCENARIOS.get(scenario)
         parts += [f"### {scenario}", f"{known.note}." if known else ""]
         parts.append(_markdown(table_of([row for row in rows if row.scenario == scenario])))
-    for mode in dict.fromkeys(record.scenario["mode"] for record in found):
-        some = [record for record in found if record.scenario["mode"] == mode]
+    for kind in dict.fromkeys(_kind(record) for record in found):
+        some = [record for record in found if _kind(record) == kind]
         limits = {
             record.scenario["name"]: (record.scenario["limit_bytes"] or 0) / GB or None
             for record in some
@@ -173,10 +199,15 @@ def _record_parts(found: Sequence[Record], folder: Path, name: str) -> list[str]
         caption = (
             f"{about.get('name', about['type'])}, torch {ran.environment['versions']['torch']}"
         )
-        picture = folder / f"{name}-{mode}.png"
-        plot(summarize(some), picture, limits, f"{caption}, {day}; random weights and tokens")
-        parts.append(f"![{mode}: step times and memory]({picture.name})")
-    return parts
+        picture = folder / f"{name}-{kind}.png"
+        caption = f"{caption}, {day}; random weights and tokens; thin lines: range over rounds"
+        if plot(summarize(some), picture, limits, caption):
+            pictures.append(f"![{kind}: step times and memory]({picture.name})")
+    return [parts[0], *pictures, *parts[1:]]
+
+
+def _kind(record: Record) -> str:
+    return f"{record.scenario['mode']}-{record.scenario['base']}"
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:
