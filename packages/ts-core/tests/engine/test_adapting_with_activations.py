@@ -228,6 +228,31 @@ def test_state_pushes_blocks_out_where_host_threads_would_be_slower(
     assert len(plan.paged) - len(without.paged) == (pushed if moved else 0)
 
 
+def test_blocks_leave_before_a_much_larger_input_and_the_bits_stay(
+    monkeypatch: pytest.MonkeyPatch, plain: TrainingRecord
+) -> None:
+    """They are back, or as many as then fit, once it has been measured."""
+    model, record, device = run(monkeypatch, TYPICAL_GPU, 12.0, 9, offload=True, recompute="auto")
+    assert plain.differences(record) == []
+    session = model._trainstream_session
+    before = len(session.plan.paged)
+    seen: list[int] = []
+    handle = model.layers[0].register_forward_hook(lambda *_: seen.append(len(session.plan.paged)))
+    longer = train(model, session.optimizer, 6, length=24)
+    handle.remove()
+    assert any("while it is measured" in event for event in session.events)
+    assert seen[0] > before
+    assert device.memory()["peak_allocated"] <= session.adapter.corrector.target
+
+    reference = tiny_model(depth=DEPTH, dropout=0.1)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    reference, optimizer = wrap(
+        reference, torch.optim.AdamW(trained, lr=1e-2), device="host", param_offload=False
+    )
+    train(reference, optimizer, 9)
+    assert train(reference, optimizer, 6, length=24).differences(longer) == []
+
+
 def test_a_resumed_run_with_a_streamed_base_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"max_grad_norm": 0.1, "param_offload": 0.5}
     whole, _, _ = run(monkeypatch, TYPICAL_GPU, 60.0, 4, **options)

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
+from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.corrections import PeakCorrector
+from ts_core.schedule.plan import Work
 
 MIB = 1 << 20
 BLOCKS = 20
@@ -136,3 +138,36 @@ def test_any_course_settles_within_the_target_or_with_everything_paged(needs: li
     used = plan.predicted["resident_blocks"] + plan.predicted["slots"] + most
     assert used <= (run.corrector.target or 0) or run.paged == BLOCKS
     assert len([move for move in run.moves if move < 0]) <= 4
+
+
+def measured(size_mib: int) -> list[BlockActivations]:
+    return [BlockActivations(size_mib * MIB, 0, MIB)] * BLOCKS
+
+
+def test_before_a_larger_input_blocks_leave_as_far_as_it_may_need() -> None:
+    """All recomputed a step needs 300 MiB beside blocks, of which 200 are weights."""
+    run = Run(2600, headroom=0.0)
+    corrector = run.corrector
+    work = Work((1e9,) * BLOCKS)
+    assert corrector.make_room(1, 4.0) is None  # nothing is measured yet
+    room = 2600 * MIB - 300 * MIB - corrector._placed()
+    corrector.share_room(1, room, measured(10), work)
+    paged = run.paged
+    beside = 2600 * MIB - corrector._placed()
+    assert corrector.make_room(2, 1.02) is None and run.paged == paged
+    ratio = 2 + (beside - 300 * MIB) / (100 * MIB)  # 100 MiB more than there are
+    plan = corrector.make_room(2, ratio)
+    assert plan is not None and plan is corrector.plan and corrector.adapting
+    assert 1 <= len(plan.paged) - paged <= 3  # two slots may come, too
+    assert "while it is measured" in corrector.history[-1].change
+    assert 2600 * MIB - corrector._placed() >= beside + 100 * MIB
+    # It needed no more than before, so they return.
+    room = 2600 * MIB - 300 * MIB - corrector._placed()
+    corrector.share_room(3, room, measured(10), work)
+    assert run.paged <= paged
+
+
+def test_a_placement_that_was_asked_for_stays_before_a_larger_input() -> None:
+    run = Run(2600, headroom=0.0, param_offload=False)
+    run.corrector.share_room(1, 0, measured(10), Work((1e9,) * BLOCKS))
+    assert run.corrector.make_room(2, 100.0) is None

@@ -87,6 +87,8 @@ class Activations:
         # Told what was measured, and the room there is beyond a step that recomputes every block;
         # returns the bytes of it that have a better use.
         self.share_room: Callable[[Sequence[BlockActivations], int], int] | None = None
+        # Told that a larger input will be measured, and how many times as large it is.
+        self.before_larger: Callable[[float], None] | None = None
         self._begin_probe()
         self._say_how_it_begins()
 
@@ -321,6 +323,8 @@ class Activations:
                 f"activations: an input of {now} values instead of {self._probed_numel}: measuring "
                 f"again"
             )
+            if self.before_larger is not None:
+                self.before_larger(now / max(1, self._probed_numel))
             self._probed_numel = now
             self._begin_probe()
 

@@ -115,6 +115,23 @@ class PlacementAdapter:
         session.log(f"plan: {found.reasons[-1]}")
         return _placed(found) - _placed(before)
 
+    def before_larger(self, ratio: float) -> None:
+        """An input comes that is `ratio` times as large as any before, and will be measured.
+
+        Recordings of smaller ones go, with the memory that they hold, and blocks may leave.
+        """
+        session = self._session()
+        if session is None:
+            return
+        if session.replay is not None:
+            session.replay.forget()
+        if session.trains_pageable:
+            return  # gradients of an accumulation may be on their way
+        before = session.plan
+        found = self.corrector.make_room(session.steps, ratio)
+        if found is not None and self._move(session, before, found):
+            session.log(f"plan: {found.reasons[-1]}")
+
     def _move(self, session: TrainStreamSession, before: Plan, plan: Plan) -> bool:
         moved = True
         try:

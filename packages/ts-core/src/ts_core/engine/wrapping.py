@@ -287,6 +287,7 @@ def _assemble(
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     if session.activations is not None:
         session.activations.share_room = session.adapter.share_room
+        session.activations.before_larger = session.adapter.before_larger
     session.hook_model(model)
     session.watch_for_room()
     if compiled_from_outside(model, blocks):

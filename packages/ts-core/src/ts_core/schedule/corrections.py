@@ -90,6 +90,7 @@ class PeakCorrector:
         self._quiet = 0
         self._returns = 0
         self._most_needed = 0
+        self._recomputing: int | None = None  # what a step that recomputes every block needed
         self._stays: tuple[bool, int, int, tuple[int, ...]] | None = None
         self._warned = False
 
@@ -166,6 +167,8 @@ class PeakCorrector:
             A plan with other paged blocks, or None.
         """
         target = self.target
+        if target is not None:
+            self._recomputing = target - room - self._placed()
         if not self._may_move or work is None or target is None:
             return None
         inputs = tuple(block.boundary for block in measured)
@@ -202,6 +205,42 @@ class PeakCorrector:
             f"{len(self._model.pageable)} stream now{expected}"
         )
         self._remember(step, needed, target, words)
+        self.plan = replace(found, reasons=(*found.reasons, words))
+        self._quiet = 0
+        self.adapting = True
+        return self.plan
+
+    def make_room(self, step: int, ratio: float) -> Plan | None:
+        """An input comes that is `ratio` times as large as the largest so far.
+
+        It will be measured with every block recomputed. Where even that may take more than the
+        target, blocks leave before; they return by `share_room`, once it has been measured.
+
+        Args:
+            step: optimizer steps done.
+            ratio: of the sizes. What is not weights or their state is taken to grow by it.
+
+        Returns:
+            A plan with more paged blocks, or None.
+        """
+        target = self.target
+        if not self._may_move or self._recomputing is None or target is None:
+            return None
+        fixed = self._model.fixed_device + self._model.trained + self._machine.in_use
+        fixed = min(fixed, self._recomputing)
+        expected = fixed + int((self._recomputing - fixed) * ratio)
+        now = self._placed() + expected
+        if now <= target:
+            return None
+        found = self._with_room_for(expected)
+        more = len(found.paged) - len(self.plan.paged)
+        if more <= 0:
+            return None
+        words = (
+            f"an input {ratio:.2f} times as large may need {human(now)} of {human(target)}: "
+            f"{_in_words(more)} while it is measured"
+        )
+        self._remember(step, now, target, words)
         self.plan = replace(found, reasons=(*found.reasons, words))
         self._quiet = 0
         self.adapting = True

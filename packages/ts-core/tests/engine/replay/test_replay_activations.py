@@ -118,6 +118,31 @@ def test_where_every_block_fits_recording_begins_at_once(
     assert memory_report(model)["replay"]["replayed_forwards"] == DEPTH * (STEPS - 3)
 
 
+def test_a_larger_input_drops_recordings_and_makes_new_ones(
+    monkeypatch: pytest.MonkeyPatch, recorders: list[HostRecorder]
+) -> None:
+    """What smaller ones hold would be in its way, and count as a need of every step."""
+    runs = []
+    for graphs in (False, True):
+        model, record, _ = run(monkeypatch, graphs, 40.0)
+        optimizer = model._trainstream_session.optimizer
+        replay = model._trainstream_session.replay
+        held: list[int] = []
+        handle = model.layers[0].register_forward_pre_hook(
+            lambda *_, replay=replay, held=held: held.append(
+                0 if replay is None else replay.size_bytes()
+            )
+        )
+        longer = train(model, optimizer, 6, length=19)
+        handle.remove()
+        runs.append((record, longer))
+    assert runs[0][0].differences(runs[1][0]) == []
+    assert runs[0][1].differences(runs[1][1]) == []
+    report = memory_report(model)["replay"]
+    assert report["dropped"] == DEPTH and report["recorded"] == 2 * DEPTH
+    assert held[0] == 0 < held[-1]
+
+
 @pytest.mark.parametrize(
     "options", [{"recompute": False}, {"activation_offload": 0.5}, {"activation_offload": True}]
 )

@@ -93,6 +93,11 @@ class CudaRecorder(Recorder):
     def pool_bytes(self) -> int:
         return self._pool_bytes
 
+    def forget(self) -> None:
+        # torch gives a pool's memory back with its last graph, and then takes no graph for it.
+        self._pool = torch.cuda.graph_pool_handle()
+        self._pool_bytes = 0
+
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture whose work raised; the driver then often calls the capture invalid."""
         try:

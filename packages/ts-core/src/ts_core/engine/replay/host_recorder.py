@@ -103,6 +103,9 @@ class HostRecorder(Recorder):
     def pool_bytes(self) -> int:
         return self._held
 
+    def forget(self) -> None:
+        self._held = 0
+
 
 def _storage(tensor: torch.Tensor) -> int:
     return id(tensor) if is_wrapper(tensor) else tensor.untyped_storage()._cdata

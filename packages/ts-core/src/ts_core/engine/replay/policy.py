@@ -204,12 +204,22 @@ class BlockReplay:
         """Device memory that recordings hold but for what backward needs: beside activations."""
         return self._scratch.size_bytes() + self._recorder.pool_bytes()
 
-    def close(self) -> None:
-        """Drop every recording; calls whose backward is still to come keep theirs."""
-        self._off = "the model was unwrapped"
+    def forget(self) -> None:
+        """Drop every recording, and what it holds; what comes again is recorded anew.
+
+        Calls whose backward is still to come keep theirs.
+        """
         for block in self._blocks:
+            self._counts["dropped"] += sum(len(entry.recordings) for entry in block.entries)
             block.entries.clear()
             block.seen.clear()
+            block.recordings = min(block.recordings, 0)
+        self._recorder.forget()
+
+    def close(self) -> None:
+        """`forget`, for good."""
+        self._off = "the model was unwrapped"
+        self.forget()
 
     # -- what is known of a call --------------------------------------------------------------
 

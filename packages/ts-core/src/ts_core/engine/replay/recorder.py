@@ -47,6 +47,10 @@ class Recorder(ABC):
     def pool_bytes(self) -> int:
         """Device memory that recordings hold for what they allocate."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """All recordings are dropped: later ones share other memory."""
+
     @property
     @abstractmethod
     def generator(self) -> torch.Generator:
