@@ -50,6 +50,7 @@ def run(
     steps: int,
     dtype: torch.dtype = torch.float32,
     full: bool = False,
+    accumulation: int = 1,
     **options: Any,
 ) -> tuple[TinyModel, TrainingRecord, OtherMemory]:
     model = tiny_model(depth=DEPTH, dropout=0.1, dtype=dtype, full=full)
@@ -70,12 +71,13 @@ def run(
         min_offload_bytes=1 << 9,
         vram_headroom=0.0,
         vram_limit=int(room * size + device.other),
+        accumulation_steps=accumulation,
         **options,
     )
     device.session = model._trainstream_session
     device.first = len(device.session.plan.paged)
     with inject_delays(3, max_ms=0.5):
-        record = train(model, optimizer, steps)
+        record = train(model, optimizer, steps, accumulation=accumulation)
     return model, record, device
 
 
@@ -114,6 +116,21 @@ def test_it_settles_within_the_target_and_changes_no_bit(
     if rate == 1e3 and room < 40.0:  # streaming bounds the step: blocks before activations
         assert len(report["params"]["paged_blocks"]) < device.first
         assert any("activations are known" in event for event in report["events"])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_while_gradients_are_accumulated_trained_weights_keep_their_place(
+    monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Activations are known after the first of a step's passes; blocks move when it has ended."""
+    rates = replace(TYPICAL_GPU, h2d=1e3, d2h=1e3, duplex=2e3)
+    given: dict[str, Any] = {"full": full, "accumulation": 3, "offload": True}
+    model, record, device = run(monkeypatch, rates, 8.0, 6, **given)
+    report = memory_report(model)
+    assert len(report["params"]["paged_blocks"]) < device.first
+    assert any("activations are known" in event for event in report["events"])
+    _, kept, _ = run(monkeypatch, rates, 200.0, 6, param_offload=False, recompute=False, **given)
+    assert kept.differences(record) == []
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.1, "from the first step"), (0.0, "from here on")])

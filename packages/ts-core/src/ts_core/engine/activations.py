@@ -89,6 +89,8 @@ class Activations:
         self.share_room: Callable[[Sequence[BlockActivations], int], int] | None = None
         # Told that a larger input will be measured, and how many times as large it is.
         self.before_larger: Callable[[float], None] | None = None
+        # Whether blocks may change place now, with their trained weights and gradients.
+        self.may_move: Callable[[], bool] = lambda: True
         self._begin_probe()
         self._say_how_it_begins()
 
@@ -297,7 +299,8 @@ class Activations:
         if not meter.finished:
             return
         self._attempts += 1
-        if meter.broken or (len(meter.finished) < len(self._blocks) and self._attempts < 2):
+        part = len(meter.finished) < len(self._blocks) and self._attempts < 2
+        if meter.broken or part or not self.may_move():
             self._meter = ActivationMeter(len(self._blocks), self.store)
             return
         self.measured = meter.result()

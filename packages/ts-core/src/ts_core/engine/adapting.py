@@ -92,6 +92,13 @@ class PlacementAdapter:
         if found is None and settled and not self.corrector.adapting:
             self._try_slots(session, peak)
 
+    def may_move(self) -> bool:
+        """Whether blocks may change place now; those with trained weights not between passes."""
+        session = self._session()
+        if session is None or session.optimizer is None:
+            return True
+        return not (session.trains_pageable and session.optimizer.mid_step)
+
     def share_room(self, measured: Sequence[BlockActivations], room: int) -> int:
         """Activations are known now: move blocks as the shortest predicted step has them.
 

@@ -288,6 +288,7 @@ def _assemble(
     if session.activations is not None:
         session.activations.share_room = session.adapter.share_room
         session.activations.before_larger = session.adapter.before_larger
+        session.activations.may_move = session.adapter.may_move
     session.hook_model(model)
     session.watch_for_room()
     if compiled_from_outside(model, blocks):

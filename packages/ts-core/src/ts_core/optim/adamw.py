@@ -284,6 +284,11 @@ class OffloadAdamW(ShownOptimizer):
         for bucket in self._updates.rehome(homes):
             self._show_state(bucket)
 
+    @property
+    def mid_step(self) -> bool:
+        """Whether gradients of an unfinished step have come, in this backward or one before it."""
+        return self._updates.mid_step
+
     def refuse_mid_step(self, what: str) -> None:
         """Raise if gradients of an unfinished step are here.
 

@@ -295,13 +295,18 @@ class Updates:
         """Whether a backward brought gradients and then raised."""
         return self._backwards.failed()
 
+    @property
+    def mid_step(self) -> bool:
+        """Whether gradients of an unfinished step are here."""
+        return any(bucket.started() for bucket in self.buckets)
+
     def refuse_mid_step(self, what: str) -> None:
         """Raise if gradients of an unfinished step are here.
 
         Raises:
             StateError: they are.
         """
-        if any(bucket.started() for bucket in self.buckets):
+        if self.mid_step:
             raise StateError(
                 f"{what} in the middle of a step or accumulation: gradients that have come would "
                 f"be lost or counted twice. Call step() or zero_grad() first."
