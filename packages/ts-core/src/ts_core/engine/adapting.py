@@ -132,8 +132,8 @@ class PlacementAdapter:
             return
         if session.replay is not None:
             session.replay.forget()
-        if session.trains_pageable:
-            return  # gradients of an accumulation may be on their way
+        if not self.may_move():
+            return
         before = session.plan
         found = self.corrector.make_room(session.steps, ratio)
         if found is not None and self._move(session, before, found):
