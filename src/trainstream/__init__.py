@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ts_core import unwrap as unwrap
     from ts_core import wrap as wrap
     from ts_hf import PackedCollator as PackedCollator
+    from ts_hf import PaddedCollator as PaddedCollator
     from ts_hf import TrainStreamCache as TrainStreamCache
     from ts_hf import TrainStreamCallback as TrainStreamCallback
     from ts_hf import TrainStreamTrainer as TrainStreamTrainer
@@ -82,6 +83,7 @@ _HOME = {
     "unwrap": "ts_core",
     "wrap": "ts_core",
     "PackedCollator": "ts_hf",
+    "PaddedCollator": "ts_hf",
     "TrainStreamCache": "ts_hf",
     "TrainStreamCallback": "ts_hf",
     "TrainStreamTrainer": "ts_hf",

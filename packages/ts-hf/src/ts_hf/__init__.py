@@ -24,6 +24,7 @@ _HOMES = {
     "dpo_loss": "ts_hf.losses",
     "reference_logprobs": "ts_hf.losses",
     "PackedCollator": "ts_hf.packing",
+    "PaddedCollator": "ts_hf.padding",
     "best_fit": "ts_hf.packing",
     "pack_sequences": "ts_hf.packing",
     "save_adapter": "ts_hf.adapters",
@@ -34,6 +35,7 @@ _HOMES = {
 __all__ = [
     "LoadReport",
     "PackedCollator",
+    "PaddedCollator",
     "TrainStreamCache",
     "TrainStreamCallback",
     "TrainStreamTrainer",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from ts_hf.packing import PackedCollator as PackedCollator
     from ts_hf.packing import best_fit as best_fit
     from ts_hf.packing import pack_sequences as pack_sequences
+    from ts_hf.padding import PaddedCollator as PaddedCollator
     from ts_hf.training.memory_log import TrainStreamCallback as TrainStreamCallback
     from ts_hf.training.trainer import TrainStreamTrainer as TrainStreamTrainer
     from ts_hf.training.trainer import streaming_trainer as streaming_trainer

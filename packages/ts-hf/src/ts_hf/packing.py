@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ts_core.errors import DataError, OptionError
+from ts_hf.padding import check_multiple, round_up
 
 __all__ = ["PackedCollator", "best_fit", "pack_sequences"]
 
@@ -113,20 +114,33 @@ class PackedCollator:
     Args:
         max_len: length of the batch's rows, which are as many as it takes; None for one row
             [1, T] with the tokens of all, in the order given, and no padding.
-        pad_id: the token that fills rows up to `max_len`.
+        pad_id: the token that fills rows up.
+        pad_to_multiple_of: of the one row: T is rounded up to it, so that few lengths come. None:
+            no padding.
 
     Raises:
-        ValueError: (OptionError) `max_len` below 1.
+        ValueError: (OptionError) `max_len` or `pad_to_multiple_of` below 1, or both given.
     """
 
-    def __init__(self, max_len: int | None = None, pad_id: int = 0) -> None:
+    def __init__(
+        self, max_len: int | None = None, pad_id: int = 0, pad_to_multiple_of: int | None = None
+    ) -> None:
         if max_len is not None:
             _check_row_length(max_len)
+        if pad_to_multiple_of is not None:
+            check_multiple(pad_to_multiple_of)
+            if max_len is not None:
+                raise OptionError(
+                    f"pad_to_multiple_of={pad_to_multiple_of!r}: rows of max_len={max_len} have "
+                    f"one length already. Leave one of them out."
+                )
         self.max_len = max_len
         self.pad_id = pad_id
+        self.pad_to_multiple_of = pad_to_multiple_of
 
     def __repr__(self) -> str:
-        return f"PackedCollator(max_len={self.max_len}, pad_id={self.pad_id})"
+        padded = "" if self.pad_to_multiple_of is None else f", {self.pad_to_multiple_of}"
+        return f"PackedCollator(max_len={self.max_len}, pad_id={self.pad_id}{padded})"
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         """Pack `features`.
@@ -147,7 +161,8 @@ class PackedCollator:
         if self.max_len is None:
             pieces = _pieces(sequences, labels, None)
             total = sum(len(ids) for ids, _ in pieces)
-            batch = _fill([list(range(len(pieces)))], pieces, total, self.pad_id)
+            length = round_up(total, self.pad_to_multiple_of or 1)
+            batch = _fill([list(range(len(pieces)))], pieces, length, self.pad_id)
         else:
             batch = pack_sequences(sequences, self.max_len, labels=labels, pad_id=self.pad_id)
         # A key-value cache would switch off transformers' recognition of packed rows.

@@ -17,8 +17,8 @@ _OWN = {
     "device": "device",
     "lr": "lr",
 }
-_FOR_PYTHON = ("blocks", "distributed")  # no texts can give them
-_TRAINER = ("chunked_loss", "loss_chunk_size")
+_FOR_PYTHON = ("blocks", "distributed", "loader")  # no texts can give them
+_TRAINER = ("chunked_loss", "loss_chunk_size", "pad_to_multiple_of")
 
 
 def as_texts(options: Mapping[Any, Any]) -> tuple[str, ...]:

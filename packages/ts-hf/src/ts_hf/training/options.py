@@ -8,6 +8,7 @@ from typing import Any
 
 from ts_core.errors import NotAvailableError, OptionError
 from ts_hf.packing import PackedCollator
+from ts_hf.padding import PaddedCollator, check_multiple
 
 # Names of transformers' `optim` that mean AdamW, and the moments that OffloadAdamW keeps for them
 # (None: as `moment_dtype` of the options says).
@@ -36,6 +37,7 @@ class TrainerOptions:
     chunked_loss: bool = True
     loss_chunk_size: int = 1024
     packing: bool | int = False
+    pad_to_multiple_of: int | None = None
 
     @staticmethod
     def parse(given: dict[str, Any] | None) -> TrainerOptions:
@@ -60,6 +62,14 @@ class TrainerOptions:
         packing = rest.pop("packing", False)
         if not isinstance(packing, int) or (packing is not False and packing < 1):
             raise OptionError(f"packing={packing!r}: expected False, True or a row length.")
+        multiple = rest.pop("pad_to_multiple_of", None)
+        if multiple is not None:
+            check_multiple(multiple)
+            if packing is not False and packing is not True:
+                raise OptionError(
+                    f"pad_to_multiple_of={multiple!r}: packing={packing!r} makes rows of that "
+                    f"length already. Leave one of them out."
+                )
         for name, argument in _FROM_ARGUMENTS.items():
             if name in rest:
                 raise OptionError(
@@ -67,7 +77,11 @@ class TrainerOptions:
                     f"TrainingArguments({argument}=...). Set it there."
                 )
         return TrainerOptions(
-            wrap=rest, chunked_loss=chunked, loss_chunk_size=size, packing=packing
+            wrap=rest,
+            chunked_loss=chunked,
+            loss_chunk_size=size,
+            packing=packing,
+            pad_to_multiple_of=multiple,
         )
 
 
@@ -98,26 +112,59 @@ def by_name(trainer: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return {**given, **kwargs}
 
 
-def choose_collator(packing: bool | int, kwargs: dict[str, Any]) -> None:
+def choose_collator(
+    packing: bool | int, kwargs: dict[str, Any], pad_to_multiple_of: int | None = None
+) -> None:
     """Put a PackedCollator among the Trainer's arguments, in place, if packing is asked for.
+
+    Args:
+        packing: False, True (one row) or a row length.
+        kwargs: the Trainer's arguments by name.
+        pad_to_multiple_of: of the one row.
 
     Raises:
         OptionError: the user gave a collator that does not pack, or packs otherwise.
     """
+    given = kwargs.get("data_collator")
     if packing is False:
+        if pad_to_multiple_of is not None and isinstance(given, PackedCollator):
+            raise OptionError(
+                f"pad_to_multiple_of={pad_to_multiple_of!r}: data_collator={given!r} packs. Pass "
+                f"it to that collator, or give rows a length (max_len)."
+            )
         return
     max_len = None if packing is True else packing
-    given = kwargs.get("data_collator")
     if given is None:
-        pad_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
-        if pad_id is None:
-            pad_id = getattr(getattr(kwargs.get("model"), "config", None), "pad_token_id", None)
-        kwargs["data_collator"] = PackedCollator(max_len, pad_id or 0)
-    elif not isinstance(given, PackedCollator) or given.max_len != max_len:
+        pad_id = pad_token(kwargs.get("processing_class"), kwargs.get("model"))
+        kwargs["data_collator"] = PackedCollator(max_len, pad_id, pad_to_multiple_of)
+    elif (
+        not isinstance(given, PackedCollator)
+        or given.max_len != max_len
+        or pad_to_multiple_of not in (None, given.pad_to_multiple_of)
+    ):
         raise OptionError(
             f"packing={packing!r} makes the batches itself, but data_collator={given!r} was given "
             f"too. Leave one of them out."
         )
+
+
+def pad_token(processing_class: Any, model: Any) -> int:
+    """The id of the padding token: the tokenizer's, the model's, or 0."""
+    found = getattr(processing_class, "pad_token_id", None)
+    if found is None:
+        found = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return found or 0
+
+
+def pad_batches(trainer: Any, multiple: int) -> None:
+    """Let the trainer's batches be padded to a multiple, whatever collator makes them."""
+    config = getattr(trainer.model, "config", None)
+    trainer.data_collator = PaddedCollator(
+        trainer.data_collator,
+        multiple,
+        pad_token(trainer.processing_class, trainer.model),
+        getattr(config, "max_position_embeddings", None),
+    )
 
 
 def check_arguments(args: Any) -> None:

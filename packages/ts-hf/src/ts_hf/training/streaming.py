@@ -24,6 +24,7 @@ from ts_hf.training.options import (
     check_arguments,
     choose_collator,
     moments_of,
+    pad_batches,
 )
 from ts_hf.training.targets import WindowTargets
 from ts_hf.wrapping import wrap_hf
@@ -58,7 +59,8 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
                 "the model is already wrapped. Give the Trainer the model as it was before "
                 "(ts_core.unwrap brings it back); it wraps it itself."
             )
-        choose_collator(self._options.packing, kwargs)
+        multiple = self._options.pad_to_multiple_of
+        choose_collator(self._options.packing, kwargs, multiple)
         self._streaming: Any = None  # the OffloadAdamW, once the model is wrapped
         self._unfinished = 0  # micro-batches since the last optimizer step
         self._chunked = ChunkedLoss(self._options.loss_chunk_size, self.say)
@@ -72,6 +74,8 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
         if arguments is None:
             check_arguments(self.args)
             _one_device(self.args)
+        if multiple is not None and self._options.packing is False:
+            pad_batches(self, multiple)
         # A loss that is not finite raises here, so transformers need not look at each one (which
         # would make the host wait for the GPU after every micro-batch).
         self.args.logging_nan_inf_filter = False

@@ -26,7 +26,10 @@ class TrainStreamTrainer(TrainStreamMixin, Trainer):  # type: ignore[misc]
             has), and `chunked_loss` (True: never build the logits where the model's own loss
             allows), `loss_chunk_size` (1024 rows), `packing` (False; True: the rows of a batch
             become one without padding; an int: rows of that length). Packed batches give the loss
-            and gradients of their rows one by one; evaluation packs too.
+            and gradients of their rows one by one; evaluation packs too. `pad_to_multiple_of`
+            (None; an int): batches, or the one packed row, are padded on the right to a multiple
+            of so many tokens, so that few shapes come and what is prepared for a shape
+            (`cuda_graphs`) is used again.
         **kwargs: as for transformers.Trainer.
 
     Raises:
