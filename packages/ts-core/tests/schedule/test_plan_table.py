@@ -260,3 +260,47 @@ def test_replayed_blocks_page_activations_only_where_nothing_else_fits() -> None
     paged = make_plan(long, fast, tight)
     assert paged.fits and OFFLOAD in paged.activations
     assert not make_plan(long, fast, replace(tight, activation_offload=False)).fits
+
+
+def test_recordings_are_counted_where_activations_are_known() -> None:
+    """Twice activations and gradients of the largest replayed block, beside what is kept."""
+    model = replace(adapters_14b(), trained=0)
+    asked = {"activation_offload": False, "recompute": False}
+    plain = make_plan(model, machine(48, 64), PlanOptions(**asked))
+    counted = make_plan(model, machine(48, 64), PlanOptions(**asked, replayed=True))
+    assert counted.predicted["recordings"] == 2 * 240_000 * 512
+    assert counted.predicted["activations"] == plain.predicted["activations"]
+    assert counted.predicted["total"] == plain.predicted["total"] + 2 * 240_000 * 512
+    assert "recordings" not in plain.predicted
+    paged = PlanOptions(activation_offload=True, recompute=False, replayed=True)
+    one = make_plan(model, machine(48, 64), paged)  # all but the last block's
+    assert one.predicted["recordings"] == 2 * 240_000 * 512
+    none = make_plan(model, machine(48, 64), replace(paged, activation_offload=1.0))
+    assert none.predicted["recordings"] == 0
+    trained = replace(model, trained_pageable=(5 * MIB,) * 47 + (7 * MIB,))
+    some = make_plan(trained, machine(48, 64), PlanOptions(**asked, replayed=True))
+    assert some.predicted["recordings"] == 2 * (240_000 * 512 + 7 * MIB)
+    unknown = make_plan(replace(model, activations=()), machine(48, 64), PlanOptions(replayed=True))
+    assert "recordings" not in unknown.predicted
+
+
+def test_what_recordings_keep_does_not_go_while_gradients_come() -> None:
+    model = replace(full_1_5b(), trained=int(6.0 * GIB))
+    asked = {"activation_offload": False, "recompute": False}
+    plain = make_plan(model, machine(48, 64), PlanOptions(**asked))
+    counted = make_plan(model, machine(48, 64), PlanOptions(**asked, replayed=True))
+    later = counted.predicted["workspace"] - plain.predicted["workspace"]
+    assert later == pytest.approx(27 / 28 * plain.predicted["activations"], rel=1e-6)
+
+
+def test_a_run_that_fits_without_recordings_only_is_planned_without() -> None:
+    model = adapters_14b(8192, codec_share=0.28)
+    asked = {"activation_offload": False, "recompute": False, "param_offload": False}
+    needed = make_plan(model, machine(400, 64), PlanOptions(**asked, headroom=0.0))
+    tight = MachineProfile(needed.predicted["total"] + MIB, 64 * GIB, rates=H200)
+    found = make_plan(model, tight, PlanOptions(**asked, headroom=0.0, replayed=True))
+    assert found.fits and "recordings" not in found.predicted
+    assert "run eagerly" in found.reasons[-1] and "cuda_graphs" in found.reasons[-1]
+    short = MachineProfile(needed.predicted["total"] - MIB, 64 * GIB, rates=H200)
+    refused = make_plan(model, short, PlanOptions(**asked, headroom=0.0, replayed=True))
+    assert not refused.fits and refused.shortfall == MIB

@@ -16,12 +16,9 @@ from ts_core.schedule.activation_policy import (
     ram_floor,
     ram_room,
 )
+from ts_core.schedule.plan import RECORDED_BLOCKS
 from ts_core.transfer import CopyEngine
 
-# What recordings hold for temporary tensors, in activations and weight gradients of one block:
-# those of a recomputed block where they come up, and as much again to copy in and out of, for
-# gradients of activations and decoded weights.
-_RECORDED = 2
 # Streams beside the caller's on which recordings multiply: to warm up, and to capture.
 _RECORDING_STREAMS = 2
 
@@ -39,6 +36,8 @@ class ActivationMemory:
         buffers: of pages.
         floor: the watch on available RAM.
         low: available RAM as it was found under the floor; None while it is not.
+        for_recordings: device memory that recordings are expected to take, but for what backward
+            needs; 0 until blocks have been measured, and where they are not replayed.
         recorded: gives the device memory that recordings hold by now, but for what backward needs.
     """
 
@@ -58,7 +57,7 @@ class ActivationMemory:
         self.floor = RamFloor(ram_floor(ram_limit_bytes()), self._is_low, read=self._read_ram)
         self.low: int | None = None
         self.recorded: Callable[[], int] = lambda: 0
-        self._for_recordings = 0
+        self.for_recordings = 0
 
     @property
     def apart(self) -> int:
@@ -67,10 +66,10 @@ class ActivationMemory:
         It is for their temporary tensors, and for torch's workspaces on their streams. Known once
         blocks have been measured.
         """
-        held = self.recorded() if self._for_recordings else 0
+        held = self.recorded() if self.for_recordings else 0
         if held:  # then those of the stream that warms up are there; others are part of `held`
             held += self._device.workspace_bytes()
-        return max(0, self._for_recordings - held)
+        return max(0, self.for_recordings - held)
 
     def set_apart(self, measured: Sequence[BlockActivations], gradients: int) -> None:
         """Leave room for recordings, where blocks are replayed.
@@ -82,7 +81,7 @@ class ActivationMemory:
         if self._options.replayed:
             most = max((block.saved for block in measured), default=0)
             workspaces = _RECORDING_STREAMS * self._device.workspace_bytes()
-            self._for_recordings = _RECORDED * (most + gradients) + workspaces
+            self.for_recordings = RECORDED_BLOCKS * (most + gradients) + workspaces
 
     def limits(self, device_room: int | None) -> ActivationLimits:
         """For `decide`, with this much room on the device."""

@@ -77,6 +77,8 @@ def plan_options(config: WrapOptions) -> PlanOptions:
         recompute=recompute,
         inflight=config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES,
         disk=config.disk_offload is not None,
+        replayed=config.cuda_graphs is not False,
+        avoid_pages=config.cuda_graphs is not False,
     )
 
 

@@ -35,7 +35,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         replay (with cuda_graphs: on, recorded, dropped, replayed_forwards, replayed_backwards;
         eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
-        and predicted_host in bytes by use, seconds, measured, reasons).
+        and predicted_host in bytes by use, seconds, measured, reasons; with cuda_graphs recordings:
+        predicted and measured bytes beside the activations that they keep).
 
     Raises:
         StateError: the model is not wrapped.
@@ -87,7 +88,17 @@ def _plan(session: TrainStreamSession) -> dict[str, Any]:
             "beside_blocks_and_slots": 0 if corrector is None else corrector.needed,
         },
         "reasons": list(plan.reasons),
+        **_recordings(session),
     }
+
+
+def _recordings(session: TrainStreamSession) -> dict[str, Any]:
+    """Device memory that recordings of blocks take beside the activations that they keep."""
+    if session.replay is None:
+        return {}
+    activations = session.activations
+    predicted = 0 if activations is None else activations.memory.for_recordings
+    return {"recordings": {"predicted": predicted, "measured": session.replay.beside_bytes()}}
 
 
 def _params(session: TrainStreamSession) -> dict[str, Any]:

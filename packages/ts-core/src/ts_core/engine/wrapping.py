@@ -271,8 +271,8 @@ def _assemble(
     if images:
         session.pager = ParamPager(images, copies, plan.slot_count)
     session.replay = replay_for(session, model)
-    if session.replay is not None:
-        asked = replace(asked, avoid_pages=True)
+    # Once activations have been measured, room for recordings is set apart before others share it.
+    asked = replace(asked, replayed=False, avoid_pages=session.replay is not None)
     if blocks:
         options = activation_options(config, session.replay is not None)
         session.activations = Activations(blocks, copies, options, log)

@@ -21,6 +21,7 @@ _NAMES = {
     "taken_by_others": "taken by other tensors and torch",
     "gradients": "gradients at once",
     "activations": "activations",
+    "recordings": "recordings of blocks (cuda_graphs)",
     "activations_reserve": "set aside for activations",
     "workspace": "logits, temporary tensors, gradients",
     "weights": "weights of streamed blocks",

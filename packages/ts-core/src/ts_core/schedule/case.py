@@ -6,6 +6,7 @@ from ts_core.schedule.plan import (
     KEEP,
     OFFLOAD,
     RECOMPUTE,
+    RECORDED_BLOCKS,
     MachineProfile,
     ModelProfile,
     Plan,
@@ -60,6 +61,8 @@ class Case:
             rest["taken_by_others"] = machine.in_use
         if self.policy:
             rest["activations"] = self._held() + min(options.inflight, self._moved())
+            if options.replayed:
+                rest["recordings"] = RECORDED_BLOCKS * self._largest_recorded()
         else:
             rest["gradients"] = model.trained
             if machine.device_bytes is not None:
@@ -75,6 +78,16 @@ class Case:
             for size, inputs, what in kept
         )
 
+    def _largest_recorded(self) -> int:
+        """Bytes of activations and weight gradients of the largest block that can be replayed."""
+        model, blocks = self.model, len(self.policy)
+        gradients = model.trained_pageable or (0,)
+        if not any(gradients):
+            gradients = (model.trained // blocks,)
+        sizes = zip(model.activations, self.policy, strict=True)
+        replayed = [size for size, what in sizes if what != OFFLOAD]
+        return max(replayed) + max(gradients) if replayed else 0
+
     def _moved(self) -> int:
         """Bytes of activations that go to host memory."""
         sizes = zip(self.model.activations, self.policy, strict=False)
@@ -83,13 +96,14 @@ class Case:
     def _workspace(self, paged: tuple[int, ...]) -> int:
         """Temporary bytes at the peak: of the loss, or of some block's backward.
 
-        In backward gradients come while what forward left goes, block by block.
+        In backward gradients come while what forward left goes, block by block; what recordings
+        keep does not go.
         """
         model, blocks = self.model, len(self.policy)
         again = max(model.activations) if RECOMPUTE in self.policy else 0
         most = model.gradients(paged)
         coming = sum(model.trained_pageable) or model.trained
-        going = self._held()
+        going = 0 if self.options.replayed else self._held()
         gradients = max(
             min(done * coming // blocks, most) - (done - 1) * going // blocks
             for done in range(1, blocks + 1)

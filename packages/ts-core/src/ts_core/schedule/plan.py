@@ -10,6 +10,12 @@ from ts_core.schedule.rates import HardwareProfile
 
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 
+# What recordings of blocks hold for temporary tensors, in activations and weight gradients of one
+# block: those of a recomputed block where they come up, and as much again to copy in and out of,
+# for gradients of activations and decoded weights. What they keep for backward is what would be
+# kept without.
+RECORDED_BLOCKS = 2
+
 
 @dataclass(frozen=True)
 class Work:
@@ -149,6 +155,8 @@ class PlanOptions:
             for recompute only). They matter where the model's activations are known.
         inflight: the most bytes of paged activations still crossing the link at once.
         disk: whether weights beyond the page-lock budget may lie on disk.
+        replayed: blocks are recorded and replayed, where the device has room for it and their
+            activations are not paged.
         avoid_pages: "auto" pages activations only where nothing else fits (blocks are replayed).
     """
 
@@ -161,6 +169,7 @@ class PlanOptions:
     recompute: str | bool | float | tuple[int, ...] = "auto"
     inflight: int = 1 << 30
     disk: bool = False
+    replayed: bool = False
     avoid_pages: bool = False
 
 

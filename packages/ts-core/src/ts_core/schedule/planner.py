@@ -18,6 +18,8 @@ from ts_core.schedule.plan import (
 )
 from ts_core.schedule.remedies import Alternative, find_remedies
 
+_NOT_RECORDED = "blocks run eagerly (cuda_graphs), since there is no room for recordings of them"
+
 __all__ = ["Alternative", "evaluate", "make_plan", "repage", "spread"]
 
 
@@ -88,7 +90,7 @@ def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions)
 
     The plan with the shortest predicted step among the ways to treat activations; when none fits,
     the one that lacks least. Tables of which a step reads few rows go to host memory rather than
-    blocks that stream.
+    blocks that stream; blocks are not recorded where that alone does not fit.
     """
     plan = _with_tables_where_they_are(model, machine, options)
     if not _tables_may_leave(model, machine, options) or (plan.fits and not plan.paged):
@@ -105,6 +107,16 @@ def _tables_may_leave(model: ModelProfile, machine: MachineProfile, options: Pla
 def _with_tables_where_they_are(
     model: ModelProfile, machine: MachineProfile, options: PlanOptions
 ) -> Plan:
+    best = _best(model, machine, options)
+    if best.fits or not (options.replayed and model.activations):
+        return best
+    plain = _best(model, machine, replace(options, replayed=False, avoid_pages=False))
+    if not plain.fits:
+        return plain
+    return replace(plain, reasons=(*plain.reasons, _NOT_RECORDED))
+
+
+def _best(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
     best: Plan | None = None
     for policy in _policies(model, options):
         plan = _with_policy(model, machine, options, policy)

@@ -56,6 +56,7 @@ def run(
     """Train on a device with room for `room` blocks' activations; also the modes of each step."""
     device = Accelerator(int(BASE + room * saved()))
     monkeypatch.setattr("ts_core.engine.wrapping._device_for", lambda *_: device)
+    monkeypatch.setattr(HostRecorder, "pool_bytes", lambda _: 64)  # a tape keeps all, a pool little
     model = tiny_model(DEPTH, dropout=0.1)
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = wrap(
@@ -114,6 +115,11 @@ def test_where_every_block_fits_recording_begins_at_once(
     assert [set(m) for m in modes[1:]] == [{"keep"}] * (STEPS - 1)
     session = model._trainstream_session
     assert session.device.longest == 1  # the measured step
+    report = memory_report(model)
+    found, replay = report["plan"]["recordings"], report["replay"]
+    assert found["measured"] == replay["scratch_bytes"] + replay["pool_bytes"] > 0
+    gradients = sum(p.nbytes for p in model.layers[0].parameters() if p.requires_grad)
+    assert found["predicted"] == 2 * (max(report["activations"]["block_bytes"]) + gradients) > 0
     # The second step is the first that keeps them, the third is watched.
     assert memory_report(model)["replay"]["replayed_forwards"] == DEPTH * (STEPS - 3)
 
@@ -150,7 +156,8 @@ def test_what_was_asked_for_is_paged(
     monkeypatch: pytest.MonkeyPatch, recorders: list[HostRecorder], options: dict[str, Any]
 ) -> None:
     """Pages that an option names, or that are the only way to make room."""
-    _, eager, _ = run(monkeypatch, False, 4.0, **options)
+    plain, eager, _ = run(monkeypatch, False, 4.0, **options)
+    assert "recordings" not in memory_report(plain)["plan"]
     model, replayed, _ = run(monkeypatch, True, 4.0, **options)
     assert eager.differences(replayed) == []
     assert memory_report(model)["activations"]["offloaded_blocks"]

@@ -618,3 +618,36 @@ def test_a_trained_parameter_of_two_blocks_stays_eager(recorders: list[Any]) -> 
     assert report["replayed_forwards"] == 0
     assert any("used by other modules" in reason for reason in report["eager"])
     unwrap(model)
+
+
+def test_many_shapes_are_said_once_with_what_helps(both: Callable[..., Any]) -> None:
+    """Lengths that never repeat are never recorded; few that do are, and nothing is said."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(8, 8) for _ in range(2)]
+
+    def over(lengths: list[int]) -> Callable[[nn.Module, Any], list[torch.Tensor]]:
+        def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+            losses = []
+            for step, length in enumerate(lengths):
+                x = torch.randn(2, length, 8, generator=torch.Generator().manual_seed(step))
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            return losses
+
+        return drive
+
+    def told(pair: Any) -> list[str]:
+        return [event for event in pair.events if "pad_to_multiple_of" in event]
+
+    many = both(blocks, over(list(range(1, 25))))
+    assert len(told(many)) == 1 and "9 shapes" in told(many)[0] and "packing=" in told(many)[0]
+    assert many.report["recorded"] == 0
+    turns = both(blocks, over([8, 16, 24, 32, 40] * 4))  # one more than is kept, in turns
+    assert len(told(turns)) == 1 and "5 shapes" in told(turns)[0]
+    few = both(blocks, over([16, 32, 48, 64] * 6))
+    assert few.report["recorded"] == 8 and few.report["replayed_forwards"] > 0
+    assert told(few) == []
+    odd = both(blocks, over([16, 32, 1, 2, 3, 4, *[16, 32] * 6]))  # some that come once
+    assert odd.report["recorded"] == 4 and told(odd) == []

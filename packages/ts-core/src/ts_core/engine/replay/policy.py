@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,8 @@ PLACES = 4
 # Recordings that one block may ask for in all: shapes that never repeat are not worth more.
 RECORDINGS = 24
 _SEEN = 64
+# Shapes of one block's arguments, seen once or more often, above which most cannot be kept.
+_FEW = 2 * SIGNATURES
 
 
 @dataclass
@@ -102,6 +104,7 @@ class BlockReplay:
         self._reasons: dict[str, int] = {}
         self._counts = {"forward": 0, "backward": 0, "recorded": 0, "dropped": 0}
         self._seconds = 0.0
+        self._shapes_told = False
 
     def call(
         self,
@@ -138,7 +141,9 @@ class BlockReplay:
             return self._eagerly(str(why), eager)
         entry = self._find(here, key)
         if entry is None:
-            if not _comes_again(here, key) or not self._settled():
+            comes_again = _comes_again(here, key)
+            self._tell_of_shapes(here)
+            if not comes_again or not self._settled():
                 return eager()
             return self._observe(here, block, key, spec, tensors, args, kwargs, eager)
         if entry.refused or entry.observed is None or entry.watch is None:
@@ -427,6 +432,24 @@ class BlockReplay:
         if self._settled():
             self._note(why)
         return eager()
+
+    def _tell_of_shapes(self, here: _Block) -> None:
+        """Say once when so many shapes come that few can be kept, and what helps."""
+        if self._shapes_told or len(here.seen) <= SIGNATURES:
+            return
+        counts: Counter[tuple[torch.Size, ...]] = Counter()
+        for key, count in here.seen.items():
+            counts[tuple(layout[0] for layout in key[1])] += count
+        again = sum(count > 1 for count in counts.values())
+        if again <= SIGNATURES and len(counts) <= _FEW:
+            return
+        self._shapes_told = True
+        self._say(
+            f"cuda_graphs: batches of {len(counts)} shapes have come, and a block keeps recordings "
+            f"of {SIGNATURES}: the others run eagerly, or are recorded anew in place of one of "
+            f"those. Let few lengths come: pad batches to a multiple (pad_to_multiple_of= of "
+            f"TrainStreamTrainer), or pack rows of one length (packing=)"
+        )
 
     def _note(self, why: str) -> None:
         if why not in self._reasons:

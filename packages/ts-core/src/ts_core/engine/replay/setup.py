@@ -43,7 +43,8 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         if now is None or usable is None:
             return None
         target = int(usable * (1 - now.config.vram_headroom))
-        return target - now.device.memory()["allocated"]
+        # The pool of the recordings is free in torch's count, and nobody else may have it.
+        return target - now.device.memory()["allocated"] - recorder.pool_bytes()
 
     shared = frozenset(shared_parameters(model, session.blocks))
     return BlockReplay(
