@@ -175,3 +175,29 @@ def test_recordings_find_the_room_that_was_left_for_them() -> None:
     assert not any("recording failed" in line for line in report["events"]), report["events"]
     assert report["gpu"]["peak_allocated"] <= limit
     unwrap(model)
+
+
+@pytest.mark.gpu
+def test_recordings_of_models_that_are_gone_leave_nothing(run_python: Any) -> None:
+    """The streams that they used, whose workspaces torch keeps for good, are taken again."""
+    run_python(
+        """
+import gc
+import torch
+from ts_core import memory_report, unwrap, wrap
+from ts_core.testing import tiny_model, train
+
+sizes = []
+for _ in range(4):
+    model, optimizer = wrap(tiny_model(3, 128), lr=1e-3, device="cuda", cuda_graphs=True)
+    train(model, optimizer, 16, device="cuda")
+    report = memory_report(model)
+    assert report["replay"]["recorded"] > 0, report["events"]
+    unwrap(model)
+    del model, optimizer, report
+    gc.collect()
+    torch.cuda.synchronize()
+    sizes.append(torch.cuda.memory_allocated() >> 20)
+assert sizes[1:] == sizes[:1] * 3, sizes
+"""
+    )

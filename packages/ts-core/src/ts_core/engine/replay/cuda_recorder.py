@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,15 @@ import torch
 
 from ts_core.engine.replay.recorder import Recorded, Recorder
 from ts_core.engine.replay.signature import NotReplayable
+
+# Per GPU, the streams of recorders that are gone. torch keeps a workspace for each stream that has
+# multiplied matrices, for good, so the next recorder takes them. Their priority keeps them apart
+# from the streams that torch hands out in turns for other uses, copies among them.
+_streams: dict[int, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = {}
+
+
+def _new_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
 
 
 class CudaGraph(Recorded):
@@ -37,8 +47,9 @@ class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._warm = torch.cuda.Stream(device)
-        self._stream = torch.cuda.Stream(device)
+        streams = _streams.setdefault(self._index, [])
+        self._warm, self._stream = pair = streams.pop() if streams else _new_streams(device)
+        weakref.finalize(self, streams.append, pair)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
 
