@@ -136,7 +136,7 @@ def test_a_limited_gpu_process_stays_under_its_limit() -> None:
     whole, optimizer = wrap(
         whole,
         vram_limit=limit,
-        vram_headroom=0.5,
+        vram_headroom=(1 << 29) / limit,
         blocks=list(model),
         quantize="none",
         device="cuda",

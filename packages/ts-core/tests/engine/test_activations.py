@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ts_core import memory_report, unwrap, wrap
+from ts_core.device import resolve_device
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 from ts_core.transfer import edges
 
@@ -486,12 +487,15 @@ def peak_of(shape: dict[str, Any], **options: Any) -> int:
 
 @pytest.mark.gpu
 def test_pages_and_recomputation_save_memory_on_the_gpu() -> None:
-    fixed = {"max_inflight_bytes": 1 << 20}
+    gc.collect()
+    resolve_device("cuda").take_workspaces()  # torch's own are no part of what is compared
+    before = torch.cuda.memory_allocated()
+    fixed = {"max_inflight_bytes": 1 << 20, "cuda_graphs": False}
     kept = peak_of(LARGE, activation_offload=False, recompute=False, **fixed)
     paged = peak_of(LARGE, activation_offload=True, recompute=False, **fixed)
     recomputed = peak_of(LARGE, activation_offload=False, recompute=True, **fixed)
-    assert paged < 0.7 * kept
-    assert recomputed < 0.7 * kept
+    assert paged - before < 0.7 * (kept - before)
+    assert recomputed - before < 0.7 * (kept - before)
 
 
 # Large enough for the headroom to be several of the 20 MiB that torch's allocator takes at a time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
+from ts_core.device import resolve_device
 from ts_core.engine import wrapping
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.errors import OutOfBudgetError, StateError
@@ -320,7 +322,11 @@ def test_what_was_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: Any) -
 
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_return_and_a_longer_batch_pages_more() -> None:
-    def run(limit: str | None) -> tuple[TinyModel, list[torch.Tensor]]:
+    gc.collect()
+    resolve_device("cuda").take_workspaces()
+    before = torch.cuda.memory_allocated()
+
+    def run(limit: int | None) -> tuple[TinyModel, list[torch.Tensor]]:
         torch.manual_seed(0)
         model = tiny_model(depth=12, width=1024)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -347,7 +353,7 @@ def test_on_a_gpu_blocks_return_and_a_longer_batch_pages_more() -> None:
     unwrap(plain_model)
     del plain_model
     torch.cuda.empty_cache()
-    model, losses = run("560MiB")
+    model, losses = run(int((before + (272 << 20)) / 0.6))
     session = model._trainstream_session
     assert all(torch.equal(a, b) for a, b in zip(plain, losses, strict=True))
     changes = [entry.change for entry in session.adapter.corrector.history if entry.change]
