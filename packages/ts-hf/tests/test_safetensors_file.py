@@ -77,6 +77,9 @@ def test_file_that_shrinks_while_being_read(tmp_path: Path) -> None:
         (lambda h: h["w"].update(data_offsets=[-4, 12]), "'w'"),
         (lambda h: h["w"].pop("shape"), "header entry of tensor 'w' is damaged"),
         (lambda h: h.update(w=3), "header entry of tensor 'w' is damaged"),
+        (lambda h: h["w"].update(shape=[float("inf")]), "header entry of tensor 'w' is damaged"),
+        (lambda h: h["w"].update(shape=[1 << 61] * 100_000), "list of up to 64 sizes"),
+        (lambda h: h["w"].update(shape=[1 << 61, 0, 1 << 61]), "beyond what a tensor may have"),
     ],
 )
 def test_damaged_header_entries(

@@ -78,6 +78,12 @@ def test_int8(config: byte_triton.DecodeConfig, block_size: int) -> None:
         assert_decodes(ts_quant.quantize(torch.randn(n), "int8", block_size), config)
 
 
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_blocks_larger_than_a_program(codec: str) -> None:
+    for block_size in (8192, 1 << 21, 1 << 40):
+        assert_decodes(ts_quant.quantize(torch.randn(3, 4096), codec, block_size))
+
+
 @pytest.mark.parametrize(("codec", "options"), LAYOUTS, ids=str)
 def test_other_layouts(codec: str, options: dict[str, Any]) -> None:
     shapes = [(1,), (63,), (520,), (7, 62), (2, 130, 17), (2, 150)]

@@ -17,7 +17,7 @@ from ts_quant.codecs.base import codec_named
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(0,), (1,), (2,), (7,), (63,), (65,), (129, 8), (33, 62), (5, 3, 7), (1000, 1003)]
-BLOCK_SIZES = [2, 6, 8, 32, 62, 64, 128, 4096]
+BLOCK_SIZES = [2, 6, 8, 32, 62, 64, 128, 4096, 8192, 1 << 21]
 FORMATS = [(codec, size) for codec in ("nf4", "int8") for size in BLOCK_SIZES]
 FORMATS += [("fp8", 32), ("nvfp4", 16), ("mxfp4", 32)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -92,6 +92,15 @@ def test_bit_equal_for_other_layouts(
             assert_same(run(x, q, bias, grad), run(x, q.dequantize(), bias, grad))
 
 
+@pytest.mark.parametrize("sizes", [(0, N_IN), (N_OUT, 0), (0, 0)])
+def test_weights_without_rows_or_columns(codec: str, sizes: tuple[int, int]) -> None:
+    q = ts_quant.quantize(torch.randn(sizes), codec)
+    bias = torch.randn(sizes[0])
+    for leading in ((), (4,), (0,), (2, 3)):
+        x, grad = torch.randn(*leading, sizes[1]), torch.randn(*leading, sizes[0])
+        assert_same(run(x, q, bias, grad), run(x, q.dequantize(), bias, grad))
+
+
 def test_input_whose_leading_dimensions_do_not_flatten(codec: str) -> None:
     """Torch runs a batched product here without bias: equal within rounding."""
     q = ts_quant.quantize(torch.randn(N_OUT, N_IN), codec)

@@ -64,6 +64,10 @@ class FrozenView(torch.Tensor):
         array.flags.writeable = False
         return array
 
+    def apply_(self, function: Any) -> Any:
+        """Refused: it writes."""
+        raise FrozenWeightError(_REFUSED.format(what="apply_"))
+
     def tolist(self) -> Any:
         """The values as nested lists."""
         return self._plain.tolist()

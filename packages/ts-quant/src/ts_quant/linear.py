@@ -107,7 +107,8 @@ class _FrozenLinear(torch.autograd.Function):
         _refuse_changed(ctx)
         with torch.no_grad():
             grad_x = grad_bias = None
-            grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
+            # Not reshape(-1, n), which cannot tell how many rows of no columns there are.
+            grad_2d = grad_y.flatten(0, -2) if grad_y.dim() > 1 else grad_y[None]
             if ctx.needs_input_grad[0]:
                 w = _decode_again(ctx.weight, ctx.dtype)
                 if ctx.kind == NVFP4 and ctx.weight._matmul.nvfp4_backward:

@@ -9,8 +9,10 @@ what is allocated is never more than the file holds.
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ts_quant.errors import CheckpointError
+from ts_quant.errors import CheckpointError, OptionError
 
+_METADATA = "__metadata__"
 MOST_HEADER_BYTES = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "U16": torch.uint16,
     "I16": torch.int16,
+    "U32": torch.uint32,
     "I32": torch.int32,
+    "U64": torch.uint64,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
@@ -37,9 +43,11 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 8
+_MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,14 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     try:
-        header = json.loads(raw, object_pairs_hook=_unique)
+        header = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} has no JSON header ({error}). It is damaged or not a safetensors file"
         ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a header that is no JSON object")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{file} has metadata that is not text by name")
     data_bytes = total - 8 - length
@@ -93,7 +101,8 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     return entries, metadata
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of json that refuses a name given twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -102,27 +111,46 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(file: Path, name: str, fields: Any, start: int, data_bytes: int) -> Entry:
     try:
-        dtype = DTYPES[fields["dtype"]]
-        shape = tuple(_size(length) for length in fields["shape"])
+        code, shape = fields["dtype"], sizes(fields["shape"])
         begin, end = (_size(offset) for offset in fields["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"{file}: the header entry of tensor {name!r} cannot be used: {error!r}"
         ) from error
+    if not isinstance(code, str) or code not in DTYPES:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} has dtype {code!r}, which this version does not read (it "
+            f"reads {', '.join(DTYPES)})"
+        )
+    dtype = DTYPES[code]
     if end > data_bytes:
         raise CheckpointError(
             f"{file} is truncated: tensor {name!r} ends at byte {end} of the data, but the file "
             f"has only {data_bytes}. Fetch it again"
         )
-    count = dtype.itemsize
-    for length in shape:
-        count *= length
+    count = math.prod(shape) * dtype.itemsize
     if end - begin != count:
         raise CheckpointError(
             f"{file}: tensor {name!r} of shape {list(shape)} and {dtype} needs {count} bytes, but "
             f"its header entry gives {end - begin}. The file is damaged"
         )
     return Entry(file, name, dtype, shape, start + begin, end - begin)
+
+
+def sizes(values: Any) -> tuple[int, ...]:
+    """A shape from JSON, such as PyTorch can have.
+
+    Raises:
+        ValueError: no list of sizes, or more dimensions or elements than a tensor may have.
+        TypeError: likewise.
+    """
+    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+        what = f"{len(values)} sizes" if isinstance(values, list) else type(values).__name__
+        raise ValueError(f"the shape is {what}, not a list of up to {_MOST_DIMENSIONS} sizes")
+    shape = tuple(_size(value) for value in values)
+    if math.prod(max(size, 1) for size in shape) >= 1 << 59:  # bytes and strides fit an int64
+        raise ValueError(f"the shape {values!r} is beyond what a tensor may have")
+    return shape
 
 
 def _size(value: Any) -> int:
@@ -174,11 +202,13 @@ def write_file(
     """Write tensors, one at a time, so that the file appears complete or not at all.
 
     Raises:
+        OptionError: a name that the format cannot hold, or a value that is no tensor with memory.
         CheckpointError: a dtype that the format has no name for.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
+    header: dict[str, Any] = {_METADATA: dict(metadata or {})}
     position = 0
     for name, tensor in tensors.items():
+        _refuse_unwritable(name, tensor)
         code = _CODES.get(tensor.dtype)
         if code is None:
             raise CheckpointError(f"{name!r} has dtype {tensor.dtype}, which safetensors has not")
@@ -191,7 +221,7 @@ def write_file(
         position += size
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % _ALIGN)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    aside = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with aside.open("wb") as stream:
             stream.write(struct.pack("<Q", len(raw)) + raw)
@@ -204,11 +234,29 @@ def write_file(
         aside.unlink(missing_ok=True)
 
 
+def _refuse_unwritable(name: Any, tensor: Any) -> None:
+    if not isinstance(name, str) or name == _METADATA:
+        raise OptionError(
+            f"{name!r} cannot name a tensor of a safetensors file: expected a str other than "
+            f"{_METADATA!r}"
+        )
+    if not isinstance(tensor, Tensor):
+        raise OptionError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    # Wrappers (another library's stored weights, fake tensors) have no memory of their own.
+    wrapper = hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode")
+    odd = wrapper or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided
+    if odd or (tensor.numel() and not tensor.data_ptr()):
+        raise OptionError(
+            f"{name!r} is a {type(tensor).__name__} on {tensor.device} with layout "
+            f"{tensor.layout}, which has no memory that could be written. Save an ordinary tensor"
+        )
+
+
 def _bytes(tensor: Tensor) -> Any:
     """A tensor's bytes; without numpy, which torch may lack."""
     import ctypes
 
-    flat = tensor.detach().cpu().contiguous()
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     size = flat.numel() * flat.element_size()
     if size == 0:
         return b""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ts_quant.codecs.outliers import checked
 from ts_quant.errors import CheckpointError, OptionError
-from ts_quant.safetensors_file import Entry, read_header, read_tensor, write_file
+from ts_quant.safetensors_file import Entry, read_header, read_tensor, sizes, unique, write_file
 from ts_quant.tensor import QuantTensor
 from ts_quant.transposed import TransposedQuantTensor
 
@@ -57,12 +57,17 @@ def save_quantized(tensors: Mapping[str, Tensor], file: str | Path) -> Path:
         The file's path.
 
     Raises:
-        OptionError: two tensors of the file would have one name.
+        OptionError: two tensors of the file would have one name, a name is no str, or a value is no
+            tensor with memory (another library's wrapper, a meta tensor).
         CheckpointError: a dtype that safetensors has no name for.
     """
     flat: dict[str, Tensor] = {}
     weights: dict[str, Any] = {}
+    if not isinstance(tensors, Mapping):
+        raise OptionError(f"tensors is a {type(tensors).__name__}, not a mapping of names to them")
     for name, given in tensors.items():
+        if not isinstance(name, str):
+            raise OptionError(f"{name!r} cannot name a weight: expected a str")
         swapped = isinstance(given, TransposedQuantTensor)
         tensor = given.stored if isinstance(given, TransposedQuantTensor) else given
         if isinstance(tensor, QuantTensor):
@@ -144,7 +149,7 @@ def _weights(
             f"{LAYOUT_VERSION!r}, as save_quantized writes it"
         )
     try:
-        weights = json.loads(metadata[WEIGHTS_KEY])
+        weights = json.loads(metadata[WEIGHTS_KEY], object_pairs_hook=unique)
         for name, fields in weights.items():
             _check_description(name, fields, entries)
     except CheckpointError as error:
@@ -158,15 +163,16 @@ def _weights(
 
 
 def _check_description(name: str, fields: Any, entries: Mapping[str, Entry]) -> None:
-    sizes = fields["shape"]
-    if not isinstance(sizes, list) or not all(
-        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes
-    ):
-        raise CheckpointError(f"weight {name!r} has the shape {sizes!r}")
+    try:
+        sizes(fields["shape"])
+    except ValueError as error:
+        raise CheckpointError(f"weight {name!r} has an impossible shape: {error}") from error
     if fields["dtype"] not in _DTYPES:
         raise CheckpointError(f"weight {name!r} has dtype {fields['dtype']!r}")
     if not isinstance(fields["codec"], str) or not isinstance(fields["layout"], dict):
         raise CheckpointError(f"weight {name!r} is not described by codec and layout")
+    if name in entries:
+        raise CheckpointError(f"it holds {name!r} twice, as a quantized weight and as a tensor")
     for part in fields["buffers"]:
         if f"{name}.{part}" not in entries:
             raise CheckpointError(f"weight {name!r} lacks its tensor {name}.{part}")

@@ -27,6 +27,7 @@ from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
 from ts_quant.linear import frozen_linear
 from ts_quant.matmul.options import MatmulOptions
+from ts_quant.no_memory import NoMemory
 
 _FROZEN = (
     "a quantized weight is frozen: {what}. Train adapters on top of it (LoRA), or call "
@@ -47,7 +48,7 @@ class Edits:
         self.count = count
 
 
-class QuantTensor(torch.Tensor):
+class QuantTensor(NoMemory, torch.Tensor):
     """A quantized, frozen weight with the shape and dtype of the original.
 
     Make one with `ts_quant.quantize`. Put it in a module as
@@ -312,8 +313,8 @@ class QuantTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FrozenWeightError(
             f"a QuantTensor ({self.codec}, shape {tuple(self.shape)}) cannot be pickled, so that "
-            f"no file of weights needs unpickling. Save q.dequantize(), or the tensors of "
-            f"q.buffers(), with safetensors"
+            f"no file of weights needs unpickling. Save it with ts_quant.save_quantized "
+            f"(safetensors), or q.dequantize() as an ordinary tensor"
         )
 
 
@@ -332,8 +333,10 @@ def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -
             f"{list(codec.scale_layouts)}), 'block_size', 'rows', 'outliers' and 'channel_scale'"
         )
     for name, value in (("block_size", block_size), ("rows", rows)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"layout's {name}={value!r} is not accepted: expected a positive int")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 62:
+            raise OptionError(
+                f"layout's {name}={value!r} is not accepted: expected a positive int, at most 2^62"
+            )
     if scales != "tile" and (rows != 1 or block_size % 2):
         raise OptionError(
             f"rows={rows} and block_size={block_size} are not accepted with {scales!r} scales: "
@@ -384,7 +387,8 @@ def _refuse_grad(tensor: Any, requires_grad: bool = True) -> None:
     if requires_grad and isinstance(tensor, QuantTensor):
         raise FrozenWeightError(
             _FROZEN.format(what="requires_grad cannot be True")
-            + ". In a module use torch.nn.Parameter(q, requires_grad=False)"
+            + ". In a module use torch.nn.Parameter(q, requires_grad=False), and call "
+            "requires_grad_(False) on it before load_state_dict(assign=True)"
         )
 
 
@@ -393,10 +397,16 @@ def _refuse_setitem(tensor: Any, index: Any, value: Any) -> None:
         raise FrozenWeightError(_FROZEN.format(what="its elements cannot be assigned"))
 
 
+def _refuse_apply(tensor: Any, function: Any) -> None:
+    if isinstance(tensor, QuantTensor):
+        NoMemory.apply_(tensor, function)
+
+
 _FORBIDDEN: dict[Any, Callable[..., None]] = {
     torch.Tensor.requires_grad_: _refuse_grad,
     torch.Tensor.requires_grad.__set__: _refuse_grad,  # type: ignore[attr-defined]
     torch.Tensor.__setitem__: _refuse_setitem,
+    torch.Tensor.apply_: _refuse_apply,
 }
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

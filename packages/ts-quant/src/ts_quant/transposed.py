@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
+from ts_quant.no_memory import NoMemory
 from ts_quant.tensor import QuantTensor
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ _MOVES = (
 )
 
 
-class TransposedQuantTensor(torch.Tensor):
+class TransposedQuantTensor(NoMemory, torch.Tensor):
     """A QuantTensor's values with the last two dimensions swapped.
 
     Args:
@@ -92,6 +93,24 @@ class TransposedQuantTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             _SET_DATA(self, value)
         self.stored = value.stored
+
+    @property
+    def requires_grad(self) -> bool:
+        """False."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> TransposedQuantTensor:
+        """Refused, unless it is False."""
+        if requires_grad:
+            raise FrozenWeightError(
+                "a stored weight is frozen: requires_grad cannot be True. Train adapters on top "
+                "of it (LoRA). In a module use torch.nn.Parameter(q, requires_grad=False)"
+            )
+        return self
 
     def stack_rows(self) -> tuple[str, ...] | None:
         """See `ts_quant.stacks.stack_rows`."""

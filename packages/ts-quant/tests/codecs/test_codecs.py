@@ -278,7 +278,7 @@ def test_nested_scales_are_only_read() -> None:
         ts_quant.quantize(torch.randn(8, 8), "nf4", layout="nested")
 
 
-@pytest.mark.parametrize("block_size", [0, 1, -2, 63, 64.0, True, "64", None])
+@pytest.mark.parametrize("block_size", [0, 1, -2, 63, 64.0, True, "64", None, 1 << 70])
 def test_block_sizes_that_are_refused(codec: str, block_size: object) -> None:
     with pytest.raises(ts_quant.OptionError, match=r"block_size.*even int of at least 2"):
         ts_quant.quantize(torch.randn(64), codec, block_size)  # type: ignore[arg-type]
@@ -287,6 +287,8 @@ def test_block_sizes_that_are_refused(codec: str, block_size: object) -> None:
 def test_other_bad_arguments(codec: str) -> None:
     with pytest.raises(ts_quant.OptionError, match=r"unknown codec 'nf5'.*'int8', 'mxfp4', 'nf4'"):
         ts_quant.quantize(torch.randn(4), "nf5")
+    with pytest.raises(ts_quant.OptionError, match="unknown codec"):
+        ts_quant.quantize(torch.randn(4), ["nf4"])  # type: ignore[arg-type]
     with pytest.raises(ts_quant.OptionError, match=r"'w'.*torch\.int32"):
         ts_quant.quantize(torch.ones(4, dtype=torch.int32), codec, name="w")
     with pytest.raises(ts_quant.OptionError, match="not list"):

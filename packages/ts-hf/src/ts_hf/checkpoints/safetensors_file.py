@@ -12,6 +12,7 @@ Layout (https://huggingface.co/docs/safetensors): a little-endian u64 header len
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from ts_core.errors import DataError
 
 _MAX_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 64
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -131,11 +133,11 @@ def _check_coverage(
 
 def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int) -> TensorEntry:
     try:
-        code, shape = fields["dtype"], tuple(int(size) for size in fields["shape"])
-        begin, end = (int(offset) for offset in fields["data_offsets"])
+        code, shape = fields["dtype"], _shape(fields["shape"])
+        begin, end = (_size(offset) for offset in fields["data_offsets"])
     except (TypeError, KeyError, ValueError) as error:
         raise DataError(
-            f"{file}: the header entry of tensor {name!r} is damaged ({fields!r})."
+            f"{file}: the header entry of tensor {name!r} is damaged ({error!r})."
         ) from error
     if not isinstance(code, str) or code not in DTYPES:
         raise DataError(
@@ -148,16 +150,30 @@ def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int)
             f"has only {data_bytes} bytes of data. Fetch the file again."
         )
     dtype = DTYPES[code]
-    count = 1
-    for size in shape:
-        count *= size
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != count * dtype.itemsize:
+    count = math.prod(shape)
+    if end - begin != count * dtype.itemsize:
         raise DataError(
             f"{file}: tensor {name!r} of shape {list(shape)} and dtype {code} needs "
             f"{count * dtype.itemsize} bytes, but its header entry gives {end - begin}. "
             f"The file is damaged: fetch it again."
         )
     return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin)
+
+
+def _shape(values: Any) -> tuple[int, ...]:
+    """A shape such as PyTorch can have; anything else is a ValueError."""
+    if not isinstance(values, list) or len(values) > _MOST_DIMENSIONS:
+        raise ValueError(f"the shape is no list of up to {_MOST_DIMENSIONS} sizes")
+    shape = tuple(_size(value) for value in values)
+    if math.prod(max(size, 1) for size in shape) >= 1 << 59:  # bytes and strides fit an int64
+        raise ValueError(f"the shape {values!r} is beyond what a tensor may have")
+    return shape
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is not a size")
+    return value
 
 
 def read_tensor(entry: TensorEntry) -> Tensor:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
 
 DEFAULT_BLOCK_SIZE = 64
+_MOST_BLOCK = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ def codec_named(name: str) -> Codec:
     Raises:
         OptionError: no such codec.
     """
-    codec = _CODECS.get(name)
+    codec = _CODECS.get(name) if isinstance(name, str) else None
     if codec is not None:
         return codec
     listed = ", ".join(repr(known) for known in sorted(_CODECS))
@@ -226,10 +227,10 @@ def check_block_size(block_size: int) -> None:
             f"block_size must be an even int of at least 2, not {block_size!r} "
             f"({type(block_size).__name__})"
         )
-    if block_size < 2 or block_size % 2:
+    if block_size < 2 or block_size % 2 or block_size > _MOST_BLOCK:
         raise OptionError(
             f"block_size={block_size} is not accepted: it must be an even int of at least 2 "
-            f"(64 is usual)"
+            f"(64 is usual), and at most 2^62"
         )
 
 

@@ -12,7 +12,7 @@ has an exact first term and rounds to fp32(q / 127) for each of the 255 codes, w
 fused multiply-add (tests/codecs/test_int8.py goes through all of them).
 
 `_decode_blocks` and `_decode_values` serve scales of flattened blocks, whose size is a power of two
-or any; `_decode_tiles` serves fp8's layout "tile".
+(up to 4096) or any; `_decode_tiles` serves fp8's layout "tile".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from ts_quant.codecs.base import QuantSpec
 from ts_quant.codecs.fp8 import matrices
 from ts_quant.codecs.int8 import UNIT_HIGH, UNIT_LOW
-from ts_quant.codecs.launch import is_power_of_two, on_device_of
+from ts_quant.codecs.launch import MOST_BLOCK, is_power_of_two, on_device_of
 from ts_quant.codecs.scales_triton import LAYOUT_IDS, block_scale, e4m3_value, scale_arguments
 
 _HIGH = tl.constexpr(UNIT_HIGH)
@@ -178,7 +178,7 @@ def decode_out(
         codes, *scales = buffers
         arguments = scale_arguments(scales, spec, out.device)
         block_size, native = spec.block_size, converts_e4m3(out.device)
-        if not is_power_of_two(block_size):
+        if not is_power_of_two(block_size) or block_size > MOST_BLOCK:
             _decode_values[(triton.cdiv(n, _TAIL_VALUES),)](
                 codes,
                 *arguments,

@@ -7,6 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+MOST_BLOCK = 4096
+"""Values per scale up to which a Triton program takes whole blocks; its tensors have a limit."""
+
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU current, where Triton launches; free when it already is."""

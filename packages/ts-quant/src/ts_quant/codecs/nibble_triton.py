@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ts_quant.codecs.base import QuantSpec
-from ts_quant.codecs.launch import is_power_of_two, on_device_of
+from ts_quant.codecs.launch import MOST_BLOCK, is_power_of_two, on_device_of
 from ts_quant.codecs.nf4 import CODEBOOK
 from ts_quant.codecs.scales_triton import LAYOUT_IDS, block_scale, scale_arguments
 
@@ -173,10 +173,10 @@ def _table(device: torch.device) -> Tensor:
 
 
 def takes_words(codes: Tensor, n_values: int, block_size: int) -> bool:
-    """Whether words can be decoded: eight codes at a time, never across two blocks."""
+    """Whether words can be decoded: eight codes at a time, whole blocks per program."""
     return (
         n_values % VALUES_PER_WORD == 0
-        and block_size >= VALUES_PER_WORD
+        and VALUES_PER_WORD <= block_size <= MOST_BLOCK
         and is_power_of_two(block_size)
         and codes.data_ptr() % 4 == 0
         and codes.storage_offset() % 4 == 0

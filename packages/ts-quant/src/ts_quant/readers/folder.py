@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def iterate_checkpoint(
         NotAvailableError: a format or an algorithm that is not read, by name.
     """
     path = Path(folder)
-    files = _files(path)
+    files, indexed = _files(path)
     entries: dict[str, Entry] = {}
     for file in files:
         found, _ = read_header(file)
@@ -47,6 +47,7 @@ def iterate_checkpoint(
         if twice:
             raise CheckpointError(f"{file} and another file both hold {min(twice)!r}")
         entries.update(found)
+    _refuse_missing(path, indexed, entries)
     plan = plan_reading(
         entries,
         (_json(path / "config.json") or {}).get("quantization_config"),
@@ -78,15 +79,29 @@ def _json(file: Path) -> dict[str, Any] | None:
     return found
 
 
-def _files(path: Path) -> list[Path]:
-    """The shards that the index names, or every .safetensors file where there is no index."""
+def _refuse_missing(path: Path, indexed: dict[str, str], entries: Mapping[str, Entry]) -> None:
+    """Every tensor of the index is in the file that the index names."""
+    missing = [
+        name
+        for name, file in indexed.items()
+        if name not in entries or entries[name].file != path / file
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {indexed[missing[0]]} does not hold {missing[0]!r}, which the index says is "
+            f"there ({len(missing)} such tensors). The file is another model's: fetch it again"
+        )
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """The shards and what the index says is in them; without one, every .safetensors file."""
     index = path / "model.safetensors.index.json"
     found = _json(index)
     if found is None:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{path} holds no .safetensors file")
-        return files
+        return files, {}
     shards = found.get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to files")
@@ -100,4 +115,4 @@ def _files(path: Path) -> list[Path]:
             f"{index} names {len(missing)} files that are not in the folder: "
             f"{', '.join(missing[:5])}. Download them, or remove the index."
         )
-    return [path / name for name in names]
+    return [path / name for name in names], shards
