@@ -73,6 +73,7 @@ def test_a_page_has_tables_outputs_tests_and_its_sources(tmp_path, capsys) -> No
         {"kind": "script", "stage": "decode", "command": "python decode.py --quick",
          "date": "2026-12-01T12:01:00+00:00", "status": "timed out (5 s)", "seconds": 5.0,
          "output": "nf4 3.7 TB/s\n"},
+        {"kind": "converge", "way": "on"},
     ]  # fmt: skip
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "docs"

@@ -48,7 +48,7 @@ class Settings:
     steps: int = 300
     batch: int = 4
     seq_length: int = 256
-    eval_rows: int = 48
+    eval_rows: int = 32
     every: int = 50
     seeds: tuple[int, ...] = (0, 1, 2)
     base: str = "nf4"

@@ -23,6 +23,7 @@ Lane = tuple[Stream, Tensor, Tensor]  # stream, destination, source
 
 def page_locking(device: Device, size_bytes: int, times: int = 2) -> Row:
     """Seconds per GiB of page-locked memory: our arena, and torch's allocator (cudaHostAlloc)."""
+    torch.empty(1, device=device.torch_device)  # what starting CUDA takes is not meant
     kept: list[PinnedArena | Tensor] = []  # given back, memory would be found again
     ours, theirs = [], []
     note = "" if device.kind == "cuda" else "not page-locked without a GPU"

@@ -101,6 +101,8 @@ def _take(line: str, place: str, found: Found, begun: dict[str, None]) -> None:
         found.tests[data["id"]] = data
     elif kind == "test-start":
         begun[data["id"]] = None
+    elif kind == "converge":
+        pass  # its table is in the output of its script; the file is kept
     elif "schema" in data:
         found.records.append(Record.from_json(line))
     else:
