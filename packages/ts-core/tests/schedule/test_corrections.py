@@ -140,6 +140,22 @@ def test_any_course_settles_within_the_target_or_with_everything_paged(needs: li
     assert len([move for move in run.moves if move < 0]) <= 4
 
 
+def test_what_is_to_come_is_left_and_not_called_used() -> None:
+    run = Run(2000, headroom=0.0)
+    corrector = run.corrector
+    placed = corrector._placed()
+    plan = corrector.observe(1, placed + 300 * MIB, apart=250 * MIB)
+    assert plan is not None
+    assert corrector.history[-1].peak == placed + 300 * MIB
+    assert "250.00 MiB are to come" in corrector.history[-1].change
+    assert 2000 * MIB - corrector._placed() >= 550 * MIB
+    fixed = Run(2000, param_offload=False, headroom=0.0).corrector
+    fixed.observe(1, 1900 * MIB, apart=500 * MIB)
+    assert fixed.history[-1].change == ""  # nothing went over the target
+    fixed.observe(2, 2001 * MIB)
+    assert "over the target" in fixed.history[-1].change
+
+
 def measured(size_mib: int) -> list[BlockActivations]:
     return [BlockActivations(size_mib * MIB, 0, MIB)] * BLOCKS
 

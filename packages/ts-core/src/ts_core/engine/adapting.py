@@ -75,13 +75,12 @@ class PlacementAdapter:
             return  # a probe's peak is for `share_room`
         self._seen = session.steps
         peak = session.device.memory()["peak_allocated"]
-        if activations is not None:
-            peak += activations.memory.apart
+        apart = 0 if activations is None else activations.memory.apart
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
         before = session.plan
         settled = activations is None or not activations.adapting
-        found = self.corrector.observe(self._seen, peak, settled)
+        found = self.corrector.observe(self._seen, peak, settled, apart)
         for entry in self.corrector.history[heard:]:
             if entry.change:
                 session.log(f"plan: {entry.change}")
@@ -90,7 +89,7 @@ class PlacementAdapter:
         elif was_adapting and not self.corrector.adapting:
             session.log(f"plan: settled after {self._seen} steps")
         if found is None and settled and not self.corrector.adapting:
-            self._try_slots(session, peak)
+            self._try_slots(session, peak + apart)
 
     def may_move(self) -> bool:
         """Whether blocks may change place now; those with trained weights not between passes."""

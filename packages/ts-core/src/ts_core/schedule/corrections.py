@@ -106,7 +106,7 @@ class PeakCorrector:
         """The most bytes that any step used for other things than blocks and slots."""
         return self._most_needed
 
-    def observe(self, step: int, peak: int, may_return: bool = True) -> Plan | None:
+    def observe(self, step: int, peak: int, may_return: bool = True, apart: int = 0) -> Plan | None:
         """A step has ended.
 
         Args:
@@ -114,6 +114,7 @@ class PeakCorrector:
             peak: most bytes of device memory allocated since the last call that returned a plan.
             may_return: whether blocks may go back to the device now (not while something else
                 is still trying out how to use the room).
+            apart: bytes that no step has used yet, and that are to be left.
 
         Returns:
             A plan with other paged blocks, to be put in force before the next step; None to go on.
@@ -122,11 +123,11 @@ class PeakCorrector:
         if target is None:
             return None
         before = self._most_needed
-        self._most_needed = max(before, peak - self._placed())
+        self._most_needed = max(before, peak + apart - self._placed())
         if not self._may_move:
             self._remember(step, peak, target, self._over(peak, target))
             return None
-        changed = self._replan(peak, target, may_return)
+        changed = self._replan(peak + apart, target, may_return)
         if changed is None:
             self._quiet += 1
             if may_return and self._quiet >= QUIET_STEPS:
@@ -139,8 +140,9 @@ class PeakCorrector:
         self.adapting = True
         more = len(changed.paged) - len(self.plan.paged)
         self._returns += more < 0
+        more_to_come = f", and {human(apart)} are to come" if apart else ""
         words = (
-            f"step {step} used {human(peak)} of {human(target)}: "
+            f"step {step} used {human(peak)} of {human(target)}{more_to_come}: "
             f"{_in_words(more)}, {len(changed.paged)} of {len(self._model.pageable)} stream now"
         )
         self._remember(step, peak, target, words)
