@@ -33,10 +33,19 @@ def _without_loss_kwargs(tiny_model: Callable[..., Any]) -> Any:
     # By its name transformers knows that its labels are to be shifted.
     class LlamaForCausalLM(base):  # type: ignore[misc, valid-type]
         def forward(
-            self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None
+            self,
+            input_ids: Any = None,
+            attention_mask: Any = None,
+            labels: Any = None,
+            position_ids: Any = None,
+            use_cache: Any = None,
         ) -> Any:
             return super().forward(
-                input_ids=input_ids, attention_mask=attention_mask, labels=labels
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                labels=labels,
+                position_ids=position_ids,
+                use_cache=use_cache,
             )
 
     model.__class__ = LlamaForCausalLM
@@ -93,11 +102,11 @@ def test_without_loss_kwargs_the_loss_is_still_a_mean_over_tokens(
 
 
 @pytest.mark.parametrize("kwargs", [True, False])
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("loss", ["chunked", "own", "smoothed", "packed"])
 @pytest.mark.parametrize("which", ["a batch", "a window", "an evaluation"])
 def test_labels_all_masked(
     which: str,
-    chunked: bool,
+    loss: str,
     kwargs: bool,
     token_rows: Callable[..., Any],
     tiny_model: Callable[..., Any],
@@ -105,6 +114,7 @@ def test_labels_all_masked(
 ) -> None:
     """Zero loss and gradients for what has no labels, the rest as it would be; and said so."""
     rows = token_rows(4, LENGTH)
+    smoothing = 0.1 if loss == "smoothed" else 0.0
     if which != "an evaluation":
         for row in rows if which == "a window" else rows[:1]:
             row["labels"][:] = -100
@@ -119,32 +129,36 @@ def test_labels_all_masked(
             gradient_accumulation_steps=4,
             weight_decay=0.0,
             train_sampling_strategy="sequential",
+            label_smoothing_factor=smoothing,
         ),
         train_dataset=rows,
         eval_dataset=held_out,
-        trainstream={"chunked_loss": chunked},
+        trainstream={"chunked_loss": loss == "chunked", "packing": loss == "packed"},
     )
+
+    def expected(kept: torch.Tensor) -> float:
+        output = tiny_model("llama")(input_ids=kept, labels=kept)
+        uniform = -output.logits[:, :-1].log_softmax(-1).mean().item()
+        return (1 - smoothing) * output.loss.item() + smoothing * uniform
+
     if which == "an evaluation":
-        model = tiny_model("llama")
-        kept = torch.stack([held_out[index]["input_ids"] for index in (0, 2)])
-        wanted = model(input_ids=kept, labels=kept).loss.item()
+        wanted = expected(torch.stack([held_out[index]["input_ids"] for index in (0, 2)]))
         assert trainer.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-6)
         return
     before = _trained(trainer.model)
     trainer.train()
-    after, (loss,), (norm,) = (
+    after, (found,), (norm,) = (
         _trained(trainer.model),
         _history(trainer, "loss"),
         _history(trainer, "grad_norm"),
     )
     said = [line for line in trainer.model._trainstream_session.events if "is masked" in line]
     if which == "a window":
-        assert loss == 0 and norm == 0 and len(said) == 1 and "step 1" in said[0]
+        assert found == 0 and norm == 0 and len(said) == 1 and "step 1" in said[0]
         assert all(torch.equal(before[name], after[name]) for name in before)
     else:
-        ids = torch.stack([row["input_ids"] for row in rows[1:]])
-        wanted = tiny_model("llama")(input_ids=ids, labels=ids).loss.item()
-        assert loss == pytest.approx(wanted, rel=1e-6) and norm > 0 and said == []
+        wanted = expected(torch.stack([row["input_ids"] for row in rows[1:]]))
+        assert found == pytest.approx(wanted, rel=1e-6) and norm > 0 and said == []
 
 
 # -- evaluation --------------------------------------------------------------------------------
