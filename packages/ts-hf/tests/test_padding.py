@@ -10,6 +10,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import ts_hf
+from ts_core import memory_report
+from ts_core.engine.replay import setup
+from ts_core.engine.replay.host_recorder import HostRecorder
 from ts_core.errors import DataError, OptionError
 from ts_hf import PackedCollator, PaddedCollator
 from ts_hf.cli.streaming import parse_options
@@ -196,3 +199,41 @@ def test_the_option_of_the_command() -> None:
     assert parse_options(("pad_to_multiple_of=64",)) == {"pad_to_multiple_of": 64}
     with pytest.raises(OptionError, match="loader can only be given from Python"):
         parse_options(("loader=x",))
+
+
+def test_blocks_are_replayed_where_few_lengths_come(
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of 30 lengths; recorded on the host, as a GPU would."""
+    monkeypatch.setattr(setup, "recorder_for", lambda device: HostRecorder())
+    rows = [
+        {key: value[: 3 + index] for key, value in row.items()}
+        for index, row in enumerate(token_rows(30, 32))
+    ]
+    found = {}
+    for multiple in (None, 16):
+        model = lora(tiny_model("llama"))
+        trainer = ts_hf.TrainStreamTrainer(
+            model=model,
+            args=training_arguments(max_steps=30, per_device_train_batch_size=1),
+            data_collator=collate,
+            train_dataset=rows,
+            trainstream={
+                "cuda_graphs": True,
+                "pad_to_multiple_of": multiple,
+                "chunked_loss": False,
+            },
+        )
+        trainer.train()
+        found[multiple] = memory_report(model)
+    told = {
+        multiple: any("cuda_graphs: batches of" in event for event in report["events"])
+        for multiple, report in found.items()
+    }
+    assert told == {None: True, 16: False}
+    assert found[None]["replay"]["replayed_forwards"] == 0
+    assert found[16]["replay"]["replayed_backwards"] > 40  # 3 blocks, 30 steps
