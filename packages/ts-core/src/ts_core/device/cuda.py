@@ -10,6 +10,7 @@ import torch
 
 from ts_core import _native
 from ts_core.device.base import Device, Event, Stream, Timestamp
+from ts_core.device.own_streams import own_stream
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Ledger
 
@@ -93,7 +94,7 @@ class CudaDevice(Device):
         self._limit_bytes: int | None = None
 
     def new_stream(self, name: str) -> Stream:
-        return CudaStream(torch.cuda.Stream(self.torch_device), name)
+        return CudaStream(own_stream(self.torch_device), name)
 
     def compute_stream(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.torch_device), "compute")

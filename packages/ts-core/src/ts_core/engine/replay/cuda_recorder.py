@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ts_core.device.own_streams import own_stream
 from ts_core.engine.replay.recorder import Recorded, Recorder
 from ts_core.engine.replay.signature import NotReplayable
 
-# Per GPU, the streams of recorders that are gone. torch keeps a workspace for each stream that has
-# multiplied matrices, for good, so the next recorder takes them. Their priority keeps them apart
-# from the streams that torch hands out in turns for other uses, copies among them.
-_streams: dict[int, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = {}
-
-
-def _new_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+# Streams that some recorder has captured, in this process.
+_CAPTURED: set[int] = set()
 
 
 class CudaGraph(Recorded):
@@ -36,9 +30,9 @@ class CudaRecorder(Recorder):
     """Captures on a stream of its own into one private pool.
 
     Other host threads copy and update meanwhile, so captures are of mode "thread_local": only the
-    calling thread is held to what a capture allows. Autograd's thread launches into the captured
-    stream, since backward nodes run on the stream of their forward. Warming up uses another stream
-    than capturing, so that cuBLAS makes its workspace for the latter inside the pool.
+    calling thread is held to what a capture allows. Nobody else queues on the captured stream
+    (`own_stream`) but autograd's thread, since backward nodes run on the stream of their forward.
+    Warming up uses another one, so that cuBLAS makes its workspace for the former inside the pool.
 
     Args:
         device: the GPU.
@@ -47,11 +41,11 @@ class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        streams = _streams.setdefault(self._index, [])
-        self._warm, self._stream = pair = streams.pop() if streams else _new_streams(device)
-        weakref.finalize(self, streams.append, pair)
+        self._warm = own_stream(device, "warm")
+        self._stream = own_stream(device, "captured")
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
+        self._made_workspaces = False
 
     @property
     def generator(self) -> torch.Generator:
@@ -69,6 +63,7 @@ class CudaRecorder(Recorder):
 
     def record(self, work: Callable[[], None]) -> Recorded:
         torch.cuda.synchronize(self._device)
+        self._own_workspaces()
         held = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -108,6 +103,20 @@ class CudaRecorder(Recorder):
         # torch gives a pool's memory back with its last graph, and then takes no graph for it.
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
+        self._made_workspaces = False
+
+    def _own_workspaces(self) -> None:
+        """See that cuBLAS's workspaces of captures lie in this recorder's pool.
+
+        torch keeps one for each stream for good; one of earlier recordings, which are gone, would
+        be freed under the feet of ours by whoever clears them.
+        """
+        if self._made_workspaces:
+            return
+        self._made_workspaces = True
+        if self._stream.cuda_stream in _CAPTURED:
+            torch._C._cuda_clearCublasWorkspaces()
+        _CAPTURED.add(self._stream.cuda_stream)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture whose work raised; the driver then often calls the capture invalid."""
