@@ -24,9 +24,10 @@ run begins with `build` (link, unpack, build the native core; quick when it has 
 Stages run one after the other in the order given, each within its time limit (`STAGE=SECONDS`
 gives another one), or all at once with --beside: for those whose times do not matter. Under --out
 lie few files, written as results come: records.jsonl (of `ts-bench suite`), results.jsonl (tests,
-and what every script printed), quality.jsonl, kernels.json, log.txt, summary.json. `ts-bench page`
-makes a page of them. A short table is printed last. With --tiny every stage runs small, on a CPU if
-need be, to see that it works. The exit status is 0 only if every stage succeeded.
+and what every script printed), quality.jsonl, converge.jsonl, kernels.json, machine.json,
+fits.json, log.txt, summary.json. `ts-bench page` makes a page of records.jsonl, results.jsonl and
+kernels.json. A short table is printed last. With --tiny every stage runs small, on a CPU if need
+be, to see that it works. The exit status is 0 only if every stage succeeded.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def _environment(found: Found) -> dict[str, Any]:
 
 def _device(found: Found) -> str:
     about = _environment(found).get("device", {})
-    return str(about.get("name") or about.get("type") or "unknown device")
+    told = about.get("name") or about.get("type") or (found.kernels or {}).get("device")
+    return str(told or "unknown device")
 
 
 def _machine(found: Found) -> str:
