@@ -49,6 +49,18 @@ def test_an_adapter_that_started_at_the_error_is_not_counted_twice() -> None:
     assert float((doubled - weight - learned).norm()) > 2 * float((merged - weight).norm())
 
 
+@pytest.mark.parametrize("into", ["dequantized", "original"])
+def test_transposed_weights_merge_as_others(into: str) -> None:
+    weight, stored, delta = _case()
+    options = {"original": weight, "started": delta / 2}
+    expected, row = merge_weight(stored, delta, into, **options)  # type: ignore[arg-type]
+    swapped = {name: value.t() for name, value in options.items()}
+    seen = ts_quant.TransposedQuantTensor(stored)
+    merged, other = merge_weight(seen, delta.t(), into, **swapped)  # type: ignore[arg-type]
+    assert torch.equal(merged.t(), expected)
+    assert other.error == pytest.approx(row.error, rel=1e-6)
+
+
 @pytest.mark.parametrize("into", ["nf4", "int8"])
 def test_requantized(into: str) -> None:
     _, stored, delta = _case(size=0.05)
@@ -94,5 +106,10 @@ def test_refused() -> None:
         merge_weight(stored, delta[:3], name="m")
     with pytest.raises(ts_quant.OptionError, match="somewhere"):
         merge_weight(stored, delta, "somewhere")
-    with pytest.raises(ts_quant.NonFiniteWeightError, match="'m'"):
-        merge_weight(stored, delta * float("inf"), "nf4", name="m")
+    for into in ("nf4", "dequantized", "original"):
+        for factor in (float("inf"), float("nan")):
+            with pytest.raises(ts_quant.NonFiniteWeightError, match="'m'"):
+                merge_weight(stored, delta * factor, into, original=stored.dequantize(), name="m")
+    half = ts_quant.quantize(torch.ones(4, 64, dtype=torch.float16))
+    with pytest.raises(ts_quant.NonFiniteWeightError, match=r"beyond the range of .*float16"):
+        merge_weight(half, torch.full((4, 64), 1e6), name="m")

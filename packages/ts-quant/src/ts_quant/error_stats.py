@@ -114,7 +114,8 @@ class _Recorder:
         self.calls: list[tuple[Any, Any]] = []
         self._stack = stack
         self._own = [block.__dict__.get("forward") for block in stack]
-        self._on_cpu: dict[int, Tensor] = {}
+        # With the originals: the id of one that is gone may be another one's.
+        self._on_cpu: dict[int, tuple[Tensor, Tensor]] = {}
         for index, block in enumerate(stack):
             block.forward = partial(self._stub, index)
 
@@ -142,7 +143,9 @@ class _Recorder:
         """Tensors on the CPU, one copy of those that every block is given."""
         if not isinstance(value, Tensor):
             return value
-        return self._on_cpu.setdefault(id(value), value.cpu())
+        if id(value) not in self._on_cpu:
+            self._on_cpu[id(value)] = value, value.cpu()
+        return self._on_cpu[id(value)][1]
 
     def remove(self) -> None:
         for block, own in zip(self._stack, self._own, strict=True):

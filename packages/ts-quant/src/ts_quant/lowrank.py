@@ -75,7 +75,9 @@ def fit_low_rank(
         work = work * scale
     total = float(work.double().square().sum()) if work.numel() < 1 << 22 else _square_sum(work)
     if rank == 0:
-        return LowRankFit(work.new_zeros(n_out, 0), work.new_zeros(0, n_in), total, work[:0, 0])
+        return LowRankFit(
+            work.new_zeros(n_out, 0), work.new_zeros(0, n_in), total, work.new_zeros(0)
+        )
     u, s, vh = _leading(work, rank, seed)
     root = s.sqrt()
     a = root[:, None] * vh
@@ -90,6 +92,11 @@ def column_scales(second_moments: Tensor, n_in: int, device: torch.device) -> Te
     Raises:
         OptionError: not one finite, non-negative number per input channel.
     """
+    if not isinstance(second_moments, Tensor):
+        raise OptionError(
+            f"activation statistics must be a tensor with one number per input channel, not "
+            f"{type(second_moments).__name__}"
+        )
     moments = second_moments.detach().to(device, torch.float32)
     if moments.shape != (n_in,):
         raise OptionError(

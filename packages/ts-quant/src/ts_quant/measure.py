@@ -96,7 +96,7 @@ def squared_error(
     scale = None
     if second_moments is not None and weight.dim() == 2:
         scale = column_scales(second_moments, weight.shape[1], weight.device)
-    flat = weight.detach().reshape(-1, weight.shape[-1] if weight.dim() else 1)
+    flat = weight.detach().flatten(0, -2) if weight.dim() > 1 else weight.detach().reshape(1, -1)
     decoded = encoded.dequantize().reshape(flat.shape)
     step = max(_ROWS_AT_ONCE // max(flat.shape[1], 1), 1)
     lost = torch.zeros((), dtype=torch.float64, device=weight.device)

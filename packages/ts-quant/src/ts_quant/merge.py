@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from ts_quant.codecs.base import DEFAULT_BLOCK_SIZE, codec_named
-from ts_quant.errors import OptionError
+from ts_quant.errors import NonFiniteWeightError, OptionError
 from ts_quant.tensor import QuantTensor
+from ts_quant.transposed import TransposedQuantTensor
 
 ORIGINAL = "original"
 DEQUANTIZED = "dequantized"
@@ -124,13 +125,13 @@ def merge_weight(
 
     Raises:
         OptionError: shapes that differ, "original" without `original`, or an unknown target.
-        NonFiniteWeightError: the sum holds NaN or infinity, and `into` is a codec.
+        NonFiniteWeightError: the sum holds NaN or infinity, or values beyond the result's dtype.
     """
     stored = base.detach()
     dtype = stored.dtype
-    quantized = isinstance(stored, QuantTensor)
+    quantized = isinstance(stored, QuantTensor | TransposedQuantTensor)
     # What the layer computes with: the stored weight rounded to its dtype.
-    exact = (stored.dequantize() if isinstance(stored, QuantTensor) else stored).float()
+    exact = (stored.dequantize() if quantized else stored).float()
     update = delta.detach().to(exact.device, torch.float32)
     if update.shape != exact.shape:
         raise OptionError(
@@ -151,8 +152,20 @@ def merge_weight(
             trained.to(dtype), block_size=block_size, double_quant=double_quant, name=name
         )
         reference = exact
+    if not isinstance(merged, QuantTensor):
+        _refuse_non_finite(merged, name)
     result = merged.dequantize(torch.float32) if isinstance(merged, QuantTensor) else merged.float()
     return merged, _measure(name, result, reference, update, trained, exact)
+
+
+def _refuse_non_finite(merged: Tensor, name: str) -> None:
+    bad = merged.numel() - int(torch.isfinite(merged).sum())
+    if bad:
+        raise NonFiniteWeightError(
+            f"weight {name!r} (shape {tuple(merged.shape)}) would hold {bad} values that are NaN, "
+            f"infinite or beyond the range of {merged.dtype} after merging: the adapter has "
+            f"diverged, or is of another model"
+        )
 
 
 def _original(original: Tensor | None, base: Tensor, name: str) -> Tensor:

@@ -20,6 +20,7 @@ import math
 import torch
 from torch import Tensor
 
+from ts_quant.errors import OptionError
 from ts_quant.lowrank import column_scales
 from ts_quant.tensor import QuantTensor
 
@@ -35,7 +36,16 @@ def channel_gains(
         weight: floating [out, in].
         encoded: the same, stored without outliers.
         second_moments: [in], E[x^2], or None.
+
+    Raises:
+        OptionError: no matrix and its stored self, or statistics that do not fit.
     """
+    if not isinstance(encoded, QuantTensor) or weight.dim() != 2 or weight.shape != encoded.shape:
+        raise OptionError(
+            f"channels are ranked for a matrix and its QuantTensor; got a {type(weight).__name__} "
+            f"of shape {tuple(weight.shape)} and a {type(encoded).__name__} of shape "
+            f"{tuple(encoded.shape)}"
+        )
     n_out, n_in = weight.shape
     if second_moments is None:
         squares = torch.ones(n_in, device=weight.device)
@@ -75,8 +85,13 @@ def worst_channels(
 ) -> Tensor:
     """int64 [count]: the columns with the largest `channel_gains`, the largest first.
 
-    For `ts_quant.quantize(weight, codec, outlier_channels=...)`.
+    For `ts_quant.quantize(weight, codec, outlier_channels=...)`. All columns where there are fewer.
+
+    Raises:
+        OptionError: `count` is no int of at least 0, or as `channel_gains`.
     """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise OptionError(f"count={count!r} is not accepted: use an int of at least 0")
     gains = channel_gains(weight, encoded, second_moments)
     return gains.argsort(descending=True, stable=True)[:count]
 

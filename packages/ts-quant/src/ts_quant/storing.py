@@ -101,6 +101,11 @@ class Storer:
         _check_int("error_iters", error_iters, 1)
         self.rank = error_rank
         self.iters = error_iters
+        if second_moments is not None and not isinstance(second_moments, Mapping):
+            raise OptionError(
+                f"second_moments is a {type(second_moments).__name__}; expected what error_stats "
+                f"returns, a tensor per layer name"
+            )
         self.moments = dict(second_moments or {})
         self.report = StorageReport(codec)
         self._options: dict[str, list[Form]] = {}

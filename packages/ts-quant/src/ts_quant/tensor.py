@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ts_quant import stacks
-from ts_quant.codecs import channel_scale
-from ts_quant.codecs.base import Codec, QuantSpec, codec_named
+from ts_quant.codecs.base import QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
 from ts_quant.linear import frozen_linear
 from ts_quant.matmul.options import MatmulOptions
 from ts_quant.no_memory import NoMemory
+from ts_quant.stored_spec import check_stored, is_floating, stored_spec
 
 _FROZEN = (
     "a quantized weight is frozen: {what}. Train adapters on top of it (LoRA), or call "
@@ -124,8 +124,9 @@ class QuantTensor(NoMemory, torch.Tensor):
             OptionError: an unknown codec, layout or buffer, or a buffer of another size or dtype.
         """
         chosen = codec_named(codec)
-        spec = _stored_spec(chosen, tuple(shape), dict(layout or {}))
-        if not dtype.is_floating_point or dtype.itemsize < 2:
+        check_stored(buffers, shape, layout)
+        spec = stored_spec(chosen, tuple(shape), dict(layout or {}))
+        if not is_floating(dtype) or dtype.itemsize < 2:
             raise OptionError(f"dtype={dtype} is not accepted: expected bf16, fp16, fp32 or fp64")
         return cls(chosen.check_buffers(buffers, spec, shape), spec, torch.Size(shape), dtype)
 
@@ -189,7 +190,7 @@ class QuantTensor(NoMemory, torch.Tensor):
             return out
         if dtype is None:
             dtype = self._decoded_dtype
-        elif not dtype.is_floating_point:
+        elif not is_floating(dtype):
             raise OptionError(f"dequantize() gives floating dtypes, not {dtype}")
         codec = codec_named(self._spec.codec)
         return codec.decode(self.buffers(), self._spec, self._decoded_shape, dtype)
@@ -198,6 +199,8 @@ class QuantTensor(NoMemory, torch.Tensor):
         codec_named(self._spec.codec).decode_out(self.buffers(), self._spec, out)
 
     def _check_out(self, out: Tensor, dtype: torch.dtype | None) -> None:
+        if not isinstance(out, Tensor):
+            raise OptionError(f"out is a {type(out).__name__}; expected a tensor")
         device = self.buffers()[0].device
         if (
             out.shape != self._decoded_shape
@@ -316,40 +319,6 @@ class QuantTensor(NoMemory, torch.Tensor):
             f"no file of weights needs unpickling. Save it with ts_quant.save_quantized "
             f"(safetensors), or q.dequantize() as an ordinary tensor"
         )
-
-
-def _stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) -> QuantSpec:
-    """The spec that `from_buffers` was asked for."""
-    default = codec.spec_for(shape)
-    scales = layout.pop("scales", default.scales)
-    block_size = layout.pop("block_size", default.block_size)
-    rows = layout.pop("rows", 1)
-    kept = layout.pop("outliers", 0)
-    factors = layout.pop("channel_scale", False)
-    if layout or scales not in codec.scale_layouts:
-        asked = {"scales": scales, **layout}
-        raise OptionError(
-            f"layout {asked} is not one of {codec.name!r}; expected the keys 'scales' (one of "
-            f"{list(codec.scale_layouts)}), 'block_size', 'rows', 'outliers' and 'channel_scale'"
-        )
-    for name, value in (("block_size", block_size), ("rows", rows)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 62:
-            raise OptionError(
-                f"layout's {name}={value!r} is not accepted: expected a positive int, at most 2^62"
-            )
-    if scales != "tile" and (rows != 1 or block_size % 2):
-        raise OptionError(
-            f"rows={rows} and block_size={block_size} are not accepted with {scales!r} scales: "
-            f"expected no 'rows' and an even block_size"
-        )
-    most = shape[1] if len(shape) == 2 else 0
-    if isinstance(kept, bool) or not isinstance(kept, int) or not 0 <= kept <= most:
-        raise OptionError(
-            f"layout's outliers={kept!r} is not accepted for a weight of shape {shape}: expected "
-            f"how many of a matrix's columns are kept apart, 0 to {most}"
-        )
-    factors = channel_scale.check(factors, shape, kept)
-    return QuantSpec(codec.name, block_size, scales, rows, kept, factors)
 
 
 AtenHandler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]

@@ -49,7 +49,9 @@ def put_back(buffers: Sequence[Tensor], out: Tensor) -> Tensor:
     Allocates a copy of the columns where `out` is not bf16.
     """
     values, channels = buffers
-    return out.index_copy_(1, channels.view(-1), values.view(out.shape[0], -1).to(out.dtype))
+    return out.index_copy_(
+        1, channels.view(-1), values.view(out.shape[0], channels.numel()).to(out.dtype)
+    )
 
 
 def encode_with(
