@@ -161,25 +161,28 @@ def measured(size_mib: int) -> list[BlockActivations]:
 
 
 def test_before_a_larger_input_blocks_leave_as_far_as_it_may_need() -> None:
-    """All recomputed a step needs 300 MiB beside blocks, of which 200 are weights."""
+    """All recomputed a step needs 500 MiB beside blocks, of which 200 are weights."""
     run = Run(2600, headroom=0.0)
     corrector = run.corrector
     work = Work((1e9,) * BLOCKS)
+
+    def beside() -> int:
+        return 2600 * MIB - corrector._placed()
+
     assert corrector.make_room(1, 4.0) is None  # nothing is measured yet
-    room = 2600 * MIB - 300 * MIB - corrector._placed()
-    corrector.share_room(1, room, measured(10), work)
-    paged = run.paged
-    beside = 2600 * MIB - corrector._placed()
+    corrector.share_room(1, beside() - 500 * MIB, measured(10), work)
+    paged, before = run.paged, beside()
     assert corrector.make_room(2, 1.02) is None and run.paged == paged
-    ratio = 2 + (beside - 300 * MIB) / (100 * MIB)  # 100 MiB more than there are
+    ratio = 1 + (before - 400 * MIB) / (300 * MIB)  # 100 MiB more than there are
     plan = corrector.make_room(2, ratio)
     assert plan is not None and plan is corrector.plan and corrector.adapting
     assert 1 <= len(plan.paged) - paged <= 3  # two slots may come, too
     assert "while it is measured" in corrector.history[-1].change
-    assert 2600 * MIB - corrector._placed() >= beside + 100 * MIB
+    assert beside() >= before + 100 * MIB
+    corrector.make_room(2, 1e9)
+    assert 1400 * MIB <= beside() < 1500 * MIB  # four times as large, no more
     # It needed no more than before, so they return.
-    room = 2600 * MIB - 300 * MIB - corrector._placed()
-    corrector.share_room(3, room, measured(10), work)
+    corrector.share_room(3, beside() - 500 * MIB, measured(10), work)
     assert run.paged <= paged
 
 

@@ -28,6 +28,8 @@ from ts_core.schedule.planner import evaluate, repage
 QUIET_STEPS = 2
 # Blocks are given back at most this often before placement only ever gets tighter.
 _MOST_RETURNS = 4
+# Of an input, as far as blocks leave the device for it before it has been measured.
+_MOST_GROWTH = 4.0
 # Room left over when blocks change place, so that steps that differ a little do not move them.
 _MARGIN = 0.01
 
@@ -220,7 +222,8 @@ class PeakCorrector:
 
         Args:
             step: optimizer steps done.
-            ratio: of the sizes. What is not weights or their state is taken to grow by it.
+            ratio: of the sizes. What is not weights or their state is taken to grow by it, at most
+                four times (a mask grows with the square of what counts).
 
         Returns:
             A plan with more paged blocks, or None.
@@ -230,6 +233,7 @@ class PeakCorrector:
             return None
         fixed = self._model.fixed_device + self._model.trained + self._machine.in_use
         fixed = min(fixed, self._recomputing)
+        ratio = min(ratio, _MOST_GROWTH)
         expected = fixed + int((self._recomputing - fixed) * ratio)
         now = self._placed() + expected
         if now <= target:
