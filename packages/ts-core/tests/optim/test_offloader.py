@@ -142,6 +142,23 @@ def test_one_taker_per_parameter(lab: Any) -> None:
         offloader.take()
     with pytest.raises(StateError, match="already"):
         GradientOffloader(model.parameters())
+    optimizer.detach()
+    offloader = GradientOffloader(model.parameters())
+    lab.loss(model, 0).backward()
+    assert model.large in offloader.take()
+    optimizer.attach()
+    with pytest.raises(StateError, match="OffloadAdamW was made"):
+        offloader.take()
+
+
+def test_a_detached_optimizer_still_learns_of_a_newer_one(lab: Any) -> None:
+    model = lab.model()
+    older = OffloadAdamW(model.parameters(), threads=1)
+    older.detach()
+    newer = OffloadAdamW(model.parameters(), threads=1)
+    with pytest.raises(StateError, match="another OffloadAdamW"):
+        older.step()
+    newer.detach()
 
 
 def test_refusals(lab: Any) -> None:

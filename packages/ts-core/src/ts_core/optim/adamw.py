@@ -25,7 +25,7 @@ from ts_core.optim.buckets import Bucket
 from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
 from ts_core.optim.data_parallel import join
 from ts_core.optim.options import StepOptions
-from ts_core.optim.ownership import disown, own, owners
+from ts_core.optim.ownership import own, owners
 from ts_core.optim.read_guard import Flight, compiled_code_in_use
 from ts_core.optim.resident import ResidentAdamW, move_to_device
 from ts_core.optim.shown import ShownOptimizer
@@ -215,7 +215,6 @@ class OffloadAdamW(ShownOptimizer):
         self._handles.clear()
         for group in self.param_groups:
             unmark_streamed(group["params"])
-            disown(self, group["params"])
         self._attached = False
 
     def adopt(
@@ -311,8 +310,6 @@ class OffloadAdamW(ShownOptimizer):
             return
         made = move_to_device(self._updates, self.param_groups, self.updates, self._say)
         self.detach()
-        for group in self.param_groups:
-            own(self, group["params"])
         self._resident = made
         self._show_resident()
         self._updates.clear()
@@ -403,6 +400,11 @@ class OffloadAdamW(ShownOptimizer):
             self.after_step()
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether it updates its parameters: attached, or with its state on the device."""
+        return self._attached or self._resident is not None
 
     def flight_of(self, param: torch.nn.Parameter) -> Flight | None:
         """The last update of `param` while it is (or may be) on its way."""

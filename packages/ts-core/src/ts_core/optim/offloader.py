@@ -124,6 +124,11 @@ class GradientOffloader:
         )
         self.remove()
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether it has neither been removed nor displaced."""
+        return not self._stopped
+
     def stats(self) -> dict[str, int]:
         """host_bytes (held for gradients), d2h_bytes and d2h_copies so far."""
         link = self._copies.stats()["d2h"]
@@ -222,7 +227,7 @@ def _check(params: list[nn.Parameter], accumulation_steps: int) -> None:
             f"the parameters are on {', '.join(sorted(devices))}. Move the model to one device "
             f"first."
         )
-    if owners(params):
+    if any(owner.takes_gradients for owner in owners(params)):
         raise StateError(
             "an optimizer of ts_core (or another GradientOffloader) takes gradients of these "
             "parameters already. Call its detach() or remove() first."

@@ -13,6 +13,10 @@ import torch
 class Owner(Protocol):
     """What takes gradients."""
 
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether it does at present."""
+
     def displace(self) -> None:
         """An optimizer has taken over parameters of this one, which stops here."""
 

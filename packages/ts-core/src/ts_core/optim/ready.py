@@ -77,8 +77,7 @@ class ParamReadyHooks:
         Raises:
             StateError: an OffloadAdamW updates some of the parameters.
         """
-        taking = [owner for owner in owners(params) if isinstance(owner, OffloadAdamW)]
-        if taking:
+        if any(isinstance(o, OffloadAdamW) and o.takes_gradients for o in owners(params)):
             raise StateError(
                 "an OffloadAdamW updates these parameters. Detach it (optimizer.detach()), or let "
                 "it do the update."
