@@ -36,6 +36,22 @@ def history(found: dict[str, Any], key: str) -> torch.Tensor:
     return torch.tensor([line[key] for line in found["history"] if key in line])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL; rounding differs more, as a GPU multiplies other batches by other kernels."""
+    monkeypatch.setenv("TRAINSTREAM_TEST_RANKS", "cuda")
+    wanted = worker_module().train(tmp_path / "alone", rank=0, processes=1)
+    (first, again, _), (second, other, _) = run_two(tmp_path)
+    for name, value in first["params"].items():
+        assert torch.equal(value, second["params"][name]), name
+        torch.testing.assert_close(value, wanted["params"][name], rtol=0, atol=2e-5)
+        assert torch.equal(value, again["params"][name]), name
+        assert torch.equal(value, other["params"][name]), name
+    for key in ("loss", "eval_loss"):
+        torch.testing.assert_close(history(first, key), history(wanted, key), rtol=2e-5, atol=0)
+
+
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     wanted = worker_module().train(tmp_path / "alone", rank=0, processes=1)
     (first, again, others), (second, other, _) = run_two(tmp_path)

@@ -1,5 +1,7 @@
 """One process of test_trainer_ranks: python trainer_ranks_worker.py FOLDER.
 
+On the CPU with gloo; with TRAINSTREAM_TEST_RANKS=cuda on a GPU each, with NCCL.
+
 Trains, resumes from the middle, and writes FOLDER/found.RANK.pt.
 """
 
@@ -18,6 +20,7 @@ import ts_hf
 from ts_core.testing.processes import fork_ranks
 
 ROWS, LENGTH, VOCABULARY = 24, 10, 64
+ON_GPUS = os.environ.get("TRAINSTREAM_TEST_RANKS") == "cuda"
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
@@ -74,8 +77,8 @@ def train(
         save_strategy="steps",
         save_steps=3,
         report_to=[],
-        use_cpu=True,
-        ddp_backend="gloo" if processes > 1 else None,
+        use_cpu=not ON_GPUS,
+        ddp_backend=None if processes == 1 else "nccl" if ON_GPUS else "gloo",
         disable_tqdm=True,
         log_level="error",
     )
@@ -90,7 +93,7 @@ def train(
     made.train(resume_from_checkpoint=str(folder / "run/checkpoint-3") if resume else None)
     return {
         "history": made.state.log_history,
-        "params": {name: p.detach().clone() for name, p in made.model.named_parameters()},
+        "params": {name: p.detach().cpu().clone() for name, p in made.model.named_parameters()},
         "saved": sorted(path.name for path in (folder / "run").iterdir()),
     }
 
