@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ts_core import HardwareProfile, profile_hardware
+from ts_core.device import HostDevice
 from ts_core.errors import DataError, OptionError
 from ts_core.schedule import hardware
 from ts_core.schedule.rates import TYPICAL_GPU, TYPICAL_HOST
@@ -62,6 +63,32 @@ def test_it_is_kept_across_processes(measurements: list[Any]) -> None:
     assert path.parent == hardware.cache_folder()
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary left
     assert hardware.stored_profiles() == [first]
+
+
+class OtherMemory(HostDevice):
+    separate_memory = True
+
+
+def test_rates_of_a_gpu_that_was_busy_are_measured_again(
+    measurements: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else ran then made rates lower; one that is lower now stays as it was."""
+    rate = {"now": 4e13}
+    monkeypatch.setattr(hardware, "_matmul", lambda *_: rate["now"])
+    busy = profile_hardware(OtherMemory())
+    assert busy.matmul_bf16 == 4e13
+    path = Path(busy.note.removeprefix("kept in "))
+    stored = json.loads(path.read_text())
+    stored["profile"]["h2d"] = 1e15
+    path.write_text(json.dumps(stored))
+    rate["now"] = 8e14
+    assert profile_hardware(OtherMemory()) is busy  # looked at once in a process
+    forget()
+    found = profile_hardware(OtherMemory())
+    assert (found.matmul_bf16, found.h2d) == (8e14, 1e15) and len(measurements) == 2
+    rate["now"] = 1e13  # busy again
+    forget()
+    assert profile_hardware(OtherMemory()) == found and len(measurements) == 2
 
 
 def test_another_setting_is_another_measurement(measurements: list[Any]) -> None:
