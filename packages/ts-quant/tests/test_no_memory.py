@@ -75,6 +75,20 @@ def test_they_take_no_gradient(make: Callable[[], Tensor]) -> None:
         layer.requires_grad_(True)
 
 
+@pytest.mark.parametrize("make", WEIGHTS)
+def test_values_that_need_a_gradient_are_not_copied(make: Callable[[], Tensor]) -> None:
+    """The weight would become part of a graph that its products leave out."""
+    weight = make()
+    source = torch.randn(weight.shape, requires_grad=True)
+    for value in (source, source * 2):
+        with pytest.raises(ts_quant.FrozenWeightError, match="copy_ needs a gradient"):
+            weight.copy_(value)
+    with torch.no_grad():
+        weight.copy_(source)
+    weight.copy_(source.detach())
+    assert not weight.requires_grad and weight.is_leaf
+
+
 def test_loading_by_assignment_says_what_to_do() -> None:
     layer = torch.nn.Linear(8, 6, bias=False)
     q = stored()

@@ -194,12 +194,14 @@ class _Meter:
         linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
         self._widths = {names[id(module)]: module.in_features for module in linears}
         self._handles = [
-            module.register_forward_pre_hook(self._hook(names[id(module)])) for module in linears
+            module.register_forward_pre_hook(self._hook(names[id(module)]), with_kwargs=True)
+            for module in linears
         ]
 
     def _hook(self, name: str) -> Any:
-        def add(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].detach().reshape(-1, args[0].shape[-1])
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = (args[0] if args else kwargs["input"]).detach()
+            x = x.flatten(0, -2) if x.dim() > 1 else x[None]
             squares = x.float().square().sum(dim=0)
             known = self._sums.get(name)
             self._sums[name] = squares if known is None else known.add_(squares)
@@ -212,7 +214,7 @@ class _Meter:
         return {
             name: (self._sums[name] / max(self._rows[name], 1)).cpu()
             if name in self._sums
-            else torch.ones(width)
+            else torch.ones(width, dtype=torch.float32, device="cpu")
             for name, width in self._widths.items()
         }
 

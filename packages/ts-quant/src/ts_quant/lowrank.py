@@ -141,8 +141,9 @@ def _leading(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tens
     if min(matrix.shape) <= max(EXACT_SIDE, rank + _OVERSAMPLE):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
         return u[:, :rank], s[:rank], vh[:rank]
-    generator = torch.Generator().manual_seed(seed)
-    sketch = torch.randn(matrix.shape[1], rank + _OVERSAMPLE, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    shape = (matrix.shape[1], rank + _OVERSAMPLE)
+    sketch = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     basis = torch.linalg.qr(matrix @ sketch.to(matrix)).Q
     for _ in range(_POWER_ITERATIONS):
         back = torch.linalg.qr(matrix.t() @ basis).Q

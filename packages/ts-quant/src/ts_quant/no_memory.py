@@ -8,9 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ts_quant.errors import FrozenWeightError
+
+
+def refuse_graph(source: object) -> None:
+    """Refuse to copy values that autograd follows into a stored weight.
+
+    Raises:
+        FrozenWeightError: the source needs a gradient, which would not reach it.
+    """
+    if torch.is_grad_enabled() and isinstance(source, Tensor) and source.requires_grad:
+        raise FrozenWeightError(
+            "a quantized weight is frozen: the source of copy_ needs a gradient, which would not "
+            "reach it. Copy source.detach(), or under torch.no_grad()"
+        )
 
 
 class NoMemory:

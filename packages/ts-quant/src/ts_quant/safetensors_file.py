@@ -180,7 +180,7 @@ def read_tensor(entry: Entry) -> Tensor:
         CheckpointError: its bytes cannot be read; names file and tensor.
     """
     if entry.size_bytes == 0:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     try:
         with entry.file.open("rb") as stream:
             stream.seek(entry.offset)

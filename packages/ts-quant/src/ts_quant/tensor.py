@@ -26,7 +26,7 @@ from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
 from ts_quant.linear import frozen_linear
 from ts_quant.matmul.options import MatmulOptions
-from ts_quant.no_memory import NoMemory
+from ts_quant.no_memory import NoMemory, refuse_graph
 from ts_quant.stored_spec import check_stored, is_floating, stored_spec
 
 _FROZEN = (
@@ -366,6 +366,11 @@ def _refuse_setitem(tensor: Any, index: Any, value: Any) -> None:
         raise FrozenWeightError(_FROZEN.format(what="its elements cannot be assigned"))
 
 
+def _refuse_graph(tensor: Any, source: Any = None, *args: Any, **kwargs: Any) -> None:
+    if isinstance(tensor, QuantTensor):
+        refuse_graph(kwargs.get("src", source))
+
+
 def _refuse_apply(tensor: Any, function: Any) -> None:
     if isinstance(tensor, QuantTensor):
         NoMemory.apply_(tensor, function)
@@ -376,6 +381,7 @@ _FORBIDDEN: dict[Any, Callable[..., None]] = {
     torch.Tensor.requires_grad.__set__: _refuse_grad,  # type: ignore[attr-defined]
     torch.Tensor.__setitem__: _refuse_setitem,
     torch.Tensor.apply_: _refuse_apply,
+    torch.Tensor.copy_: _refuse_graph,
 }
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
-from ts_quant.no_memory import NoMemory
+from ts_quant.no_memory import NoMemory, refuse_graph
 from ts_quant.tensor import QuantTensor
 
 aten = torch.ops.aten
@@ -110,6 +110,12 @@ class TransposedQuantTensor(NoMemory, torch.Tensor):
                 "a stored weight is frozen: requires_grad cannot be True. Train adapters on top "
                 "of it (LoRA). In a module use torch.nn.Parameter(q, requires_grad=False)"
             )
+        return self
+
+    def copy_(self, src: Tensor, non_blocking: bool = False) -> TransposedQuantTensor:
+        """Encode new values in place."""
+        refuse_graph(src)
+        super().copy_(src, non_blocking)
         return self
 
     def stack_rows(self) -> tuple[str, ...] | None:

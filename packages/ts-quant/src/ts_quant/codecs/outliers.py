@@ -84,7 +84,8 @@ def checked(channels: Tensor | Sequence[int], shape: Sequence[int], device: torc
     Raises:
         OptionError: the weight is no matrix, or the channels are not distinct columns of it.
     """
-    given = torch.as_tensor(channels).detach()
+    at = channels.device if isinstance(channels, Tensor) else "cpu"
+    given = torch.as_tensor(channels, device=at).detach()
     if len(shape) != 2:
         raise OptionError(
             f"outlier_channels are columns of a matrix; the weight has shape {tuple(shape)}"

@@ -145,6 +145,6 @@ def _state(header: Header, name: str, state_name: str, read: ReadSmall) -> dict[
 
 
 def _check_map(name: str, given: Tensor) -> None:
-    expected = torch.tensor(CODEBOOK, dtype=torch.float32)
+    expected = torch.tensor(CODEBOOK, dtype=torch.float32, device="cpu")
     if given.numel() != 16 or not torch.equal(given.detach().flatten().float().cpu(), expected):
         raise CheckpointError(f"{name!r} comes with a codebook that is not NF4's")
