@@ -255,6 +255,66 @@ def test_a_changed_hidden_state_is_noticed(tiny_model: Callable[..., Any]) -> No
     assert "not simply the head" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("logits_to_keep", "always computes all logits"),
+        ("get_output_embeddings", "its head is a NoneType"),
+        ("get_decoder", "the decoder of Renamed was not found"),
+        ("loss_function", "has a loss of its own"),
+    ],
+)
+def test_a_release_that_renames_what_it_needs(
+    name: str,
+    reason: str,
+    tiny_model: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """The model's own loss is taken then, with an event, and training is as it was."""
+    from transformers import Trainer
+
+    import ts_hf
+
+    def model() -> Any:
+        made = tiny_model("llama")
+        base: Any = type(made)
+
+        def gone(self: Any) -> Any:
+            raise AttributeError(name)
+
+        class Renamed(base):  # type: ignore[misc]
+            if name == "get_decoder":
+                get_decoder = property(gone)
+                base_model_prefix = "gone"
+            if name == "get_output_embeddings":
+
+                def get_output_embeddings(self) -> None:
+                    return None
+
+            if name == "logits_to_keep":
+
+                def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+                    return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+        if name == "loss_function":
+            own = made.loss_function
+            made.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
+        made.__class__ = Renamed
+        return made
+
+    losses = []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        arguments = training_arguments(max_steps=2, gradient_accumulation_steps=2)
+        trainer = cls(model=model(), args=arguments, train_dataset=token_rows(8, 12))
+        trainer.train()
+        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-6)
+    events = trainer.model._trainstream_session.events
+    told = [str(event) for event in events if "chunked_loss" in str(event)]
+    assert len(told) == 1 and reason in told[0]
+
+
 def test_without_the_kernel_it_says_so(
     tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -134,6 +138,78 @@ def test_a_renamed_projection_turns_the_kernel_off_and_not_the_model():
     assert any("LlamaMLP keeps its own code (2 places)" in event for event in events)
     for a, b in zip(run(model, ids), before, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+
+
+# What a new release may call otherwise, how, and the kernel that is left off by it.
+RENAMED = {
+    "gate_proj": ("first_proj", "gated MLP"),
+    "act_fn": ("curve", None),
+    "LlamaMLP": ("Mixer", None),
+    "variance_epsilon": ("tolerance", "RMSNorm"),
+    "LlamaRMSNorm": ("Scaling", None),
+    "input_layernorm": ("first", None),
+    "apply_rotary_pos_emb": ("turn_heads", "rotary"),
+    "rotate_half": ("swap", None),
+    "position_embeddings": ("angles", None),
+    "q_proj": ("query", None),
+    "LlamaAttention": ("Attending", None),
+    "LlamaDecoderLayer": ("Layer", None),
+}
+
+
+def with_names_changed(names, folder):
+    """transformers' Llama, its source read anew with other names in it."""
+    import importlib.util
+
+    from transformers.models.llama import modeling_llama
+
+    source = Path(modeling_llama.__file__).read_text(encoding="utf-8")
+    for name in names:
+        changed = re.sub(rf"\b{name}\b", RENAMED[name][0], source)
+        assert changed != source, f"Llama has no {name} any more"
+        source = changed
+    file = folder / "llama" / "modeling_llama.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("transformers.models.llama.renamed", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return module
+
+
+@pytest.mark.parametrize("name", [*RENAMED, "all"])
+def test_a_release_that_renames_something_turns_kernels_off_at_most(name, tmp_path):
+    """Never the model: the same losses and gradients, and an event for each kernel that is off."""
+    names = list(RENAMED) if name == "all" else [name]
+    off = {RENAMED[name][1] for name in names} - {None}
+    plain, _ = tiny("Llama")
+    model = with_names_changed(names, tmp_path).LlamaForCausalLM(plain.config)
+    for there, value in zip(model.parameters(), plain.parameters(), strict=True):
+        there.data.copy_(value)
+    ids = torch.randint(3, 50, (2, 9))
+    wanted = run(plain, ids)
+    assert all(map(torch.equal, run(model, ids), wanted))
+    events = []
+    handle = patch_blocks(model.model.layers, on_event=events.append)
+    expected = {"RMSNorm": 4, "rotary": 2, "gated MLP": 2}
+    assert handle.replaced == {kind: n for kind, n in expected.items() if kind not in off}
+    said = {
+        "RMSNorm": "LlamaRMSNorm keeps",
+        "gated MLP": "LlamaMLP keeps",
+        "rotary": "as rotary was",
+    }
+    if name == "all":
+        said = dict.fromkeys(off, f"nothing known here as {' or '.join(expected)} was found")
+    assert [kind for kind in off if not any(said[kind] in event for event in events)] == []
+    assert len(events) == 1 + (len(off) == 1)  # what runs as a kernel, and what does not
+    for a, b in zip(run(model, ids), wanted, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-7
+    handle.undo()
+    assert all(map(torch.equal, run(model, ids), wanted))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma"])

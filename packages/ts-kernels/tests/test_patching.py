@@ -187,7 +187,8 @@ def test_what_differs_is_left_alone_and_said(module, event, dtype):
     events = []
     handle = patch_blocks([module], on_event=events.append)
     assert handle.replaced == {} and "forward" not in module.__dict__
-    assert len(events) == 1 and event in events[0]
+    assert len(events) == 2 and event in events[0]
+    assert events[1].startswith("fused kernels: nothing known here as ")  # the two other kinds
 
 
 def test_unknown_modules_are_left_alone_and_said():
@@ -204,7 +205,8 @@ def test_unknown_modules_are_left_alone_and_said():
     assert patch_blocks(blocks, on_event=events.append).replaced == {}
     assert events == [
         "fused kernels: RenamedMLP keeps its own code (3 places): its structure is not one that "
-        "is known here"
+        "is known here",
+        "fused kernels: nothing known here as RMSNorm or rotary was found",
     ]
     assert patch_blocks([]).replaced == {}
     assert patch_blocks([nn.Identity()]).replaced == {}

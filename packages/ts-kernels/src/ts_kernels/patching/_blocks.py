@@ -18,6 +18,7 @@ from ts_kernels.patching._norm import looks_like_norm, replace_norm
 from ts_kernels.patching._rotary import replace_rotary, rotary_name
 
 Event = Callable[[str], None]
+KINDS = ("RMSNorm", "rotary", "gated MLP")
 
 
 def patch_blocks(
@@ -35,7 +36,8 @@ def patch_blocks(
     share a comparison), on small random input: in float32 for the formula, and in the model's
     dtype, where results may be 4 units in the last place apart. Weights are not used for that:
     stand-ins of the same sizes take their place, so that weights may be anywhere, in any format.
-    Whatever differs, fails or is unknown is left as it is, and `on_event` is told.
+    Whatever differs, fails or is unknown is left as it is, and `on_event` is told; so it is of
+    each of the three that was not found at all.
 
     Replaced modules look up their weights, projections and epsilon at every call: adapters,
     hooks on projections, quantization and paging work as before. Calls with other arguments than
@@ -93,11 +95,14 @@ class _Log:
     def __init__(self) -> None:
         self._replaced: Counter[tuple[str, str]] = Counter()
         self._left: Counter[tuple[str, str]] = Counter()
+        self._seen: set[str] = set()
 
     def replaced(self, replacement: Replacement) -> None:
         self._replaced[replacement.kind, type(replacement.module).__name__] += 1
+        self._seen.add(replacement.kind)
 
-    def left(self, module: nn.Module, reason: str) -> None:
+    def left(self, module: nn.Module, kind: str, reason: str) -> None:
+        self._seen.add(kind)
         self._left[type(module).__name__, reason] += 1
 
     def lines(self, handle: PatchHandle) -> list[str]:
@@ -108,6 +113,9 @@ class _Log:
         for (name, reason), n in self._left.items():
             places = "1 place" if n == 1 else f"{n} places"
             found.append(f"fused kernels: {name} keeps its own code ({places}): {reason}")
+        missing = [kind for kind in KINDS if kind not in self._seen]
+        if missing:
+            found.append(f"fused kernels: nothing known here as {' or '.join(missing)} was found")
         return found
 
 
@@ -124,17 +132,18 @@ def _patch(
     rotary, mlp = rotary_name(module), mlp_names(module)
     replace: Callable[[], Replacement]
     if looks_like_norm(module):
-        replace = partial(replace_norm, module, device)
+        kind, replace = KINDS[0], partial(replace_norm, module, device)
     elif mlp is not None:
-        replace = partial(replace_mlp, module, mlp, dtype, device)
+        kind, replace = KINDS[2], partial(replace_mlp, module, mlp, dtype, device)
     elif rotary is not None:
-        replace = partial(replace_rotary, module, rotary, dtype, device)
+        kind, replace = KINDS[1], partial(replace_rotary, module, rotary, dtype, device)
     else:
         if "RMSNorm" in name or name.endswith("MLP"):
-            log.left(module, "its structure is not one that is known here")
+            kind = KINDS[0] if "RMSNorm" in name else KINDS[2]
+            log.left(module, kind, "its structure is not one that is known here")
         return
     if has_other_forward(module):
-        log.left(module, "its forward has been replaced already")
+        log.left(module, kind, "its forward has been replaced already")
         return
     key = likeness(module)
     if key not in known:
@@ -144,7 +153,7 @@ def _patch(
             known[key] = error
     outcome = known[key]
     if isinstance(outcome, Differs):
-        log.left(module, str(outcome))
+        log.left(module, kind, str(outcome))
         return
     replacement = outcome if outcome.module is module else outcome.for_module(module)
     handle.install(replacement)
