@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
+from ts_core.engine.replay.cuda_recorder import CudaRecorder
 from ts_core.engine.replay.host_recorder import HostRecorder
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 
@@ -174,3 +175,34 @@ def test_a_block_that_cannot_be_captured_runs_eagerly_on_the_gpu() -> None:
     assert results[0].differences(results[1]) == []
     assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
     assert report["replay"]["eager"], report["events"]
+
+
+@pytest.mark.gpu
+def test_a_capture_has_room_where_the_allocator_holds_unused_memory() -> None:
+    """Under a cap that other tensors once filled; torch frees nothing while it captures."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    recorder = CudaRecorder(device)
+    source = torch.ones(1 << 20, device=device)
+    result = torch.zeros(1 << 20, device=device)
+
+    def work() -> None:
+        wide = source.expand(64, -1) * 2.0  # 256 MiB
+        result.copy_(wide.sum(0))
+
+    recorder.warm_up(work)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.memory_reserved(device) + (400 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    try:
+        filling = torch.empty(300 << 20, dtype=torch.uint8, device=device)
+        del filling  # the allocator keeps it
+        recorded = recorder.record(work)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    assert not recorder.broken
+    result.zero_()
+    source.fill_(3.0)
+    recorded.replay()
+    assert torch.equal(result, torch.full_like(result, 384.0))

@@ -12,6 +12,9 @@ from ts_core.device.own_streams import own_stream
 from ts_core.engine.replay.recorder import Recorded, Recorder
 from ts_core.engine.replay.signature import NotReplayable
 
+# Device memory that one capture may take from the driver, and what is worth giving back for it.
+_SPARE = 256 << 20
+_WORTH_FREEING = 32 << 20
 # Streams that some recorder has captured, in this process.
 _CAPTURED: set[int] = set()
 
@@ -64,6 +67,7 @@ class CudaRecorder(Recorder):
     def record(self, work: Callable[[], None]) -> Recorded:
         torch.cuda.synchronize(self._device)
         self._own_workspaces()
+        self._free_cached()
         held = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
@@ -104,6 +108,18 @@ class CudaRecorder(Recorder):
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
         self._made_workspaces = False
+
+    def _free_cached(self) -> None:
+        """Near the process's limit, give back what torch's allocator holds and does not use.
+
+        It would do so itself when it runs out, but not while a stream is being captured.
+        """
+        held = torch.cuda.memory_reserved(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+        unused = held - torch.cuda.memory_allocated(self._device)
+        if min(free, limit - held) < _SPARE and unused > _WORTH_FREEING:
+            torch.cuda.empty_cache()
 
     def _own_workspaces(self) -> None:
         """See that cuBLAS's workspaces of captures lie in this recorder's pool.
