@@ -73,13 +73,14 @@ def test_the_readmes_examples(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", readme(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     space: dict[str, Any] = {}
     for block in blocks:
         exec(block, space)
     printed = capsys.readouterr().out
     assert "ErrorStats(relative=0.0" in printed
-    assert "nf4 497664 torch.Size([576, 1536])" in printed
+    assert "nf4 497664 torch.Size([576, 1536])" in printed and "\nTrue\n" in printed
+    assert all(type(space["served"][i].weight) is ts_quant.QuantTensor for i in (0, 2))
     again, start = space["again"], space["start"]
     assert torch.equal(again["w"].dequantize(), start.weight.dequantize())
     assert torch.equal(again["a"], space["a"].detach()) and again["b"].shape == (96, 8)
