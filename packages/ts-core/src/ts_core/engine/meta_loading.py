@@ -16,6 +16,7 @@ from torch import nn
 
 from ts_core.device import Device
 from ts_core.errors import DataError, OptionError
+from ts_core.memory.heap import HeapTrimmer
 from ts_core.optim import OffloadAdamW
 from ts_core.optim.layout import is_sharded
 from ts_core.store.leaves import is_wrapper
@@ -64,9 +65,11 @@ class MetaLoading:
 
     def fill(self, model: nn.Module, device: Device) -> None:
         """Load what has no values yet, one tensor at a time, on the device."""
+        trimmer = HeapTrimmer()
         for param in model.parameters():
             if can_load(param):
                 _fill(param, device.torch_device)
+                trimmer.read(param.numel() * param.element_size())
         made: dict[int, torch.Tensor] = {}
         names = {id(buffer): name for name, buffer in self._buffers}
         for module in model.modules():
