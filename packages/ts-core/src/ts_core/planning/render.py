@@ -25,6 +25,7 @@ _NAMES = {
     "activations_reserve": "set aside for activations",
     "workspace": "logits, temporary tensors, gradients",
     "weights": "weights of streamed blocks",
+    "tables": "input embeddings",
     "optimizer_and_gradients": "optimizer state and gradients",
     "measured": "everything else",
 }
