@@ -337,6 +337,9 @@ class Split:
         self.session = session
         self.asked: list[bool] = []
 
+    def away(self, buckets: Any) -> tuple[int, float]:
+        return 0, 0.0
+
     def after_step(self, optimizer: Any) -> None:
         self.asked.append(self.session.activations.adapting)
 

@@ -38,6 +38,7 @@ class ActivationMemory:
         low: available RAM as it was found under the floor; None while it is not.
         for_recordings: device memory that recordings are expected to take, but for what backward
             needs; 0 until blocks have been measured, and where they are not replayed.
+        for_state: gives the device memory that optimizer state is still to take.
         recorded: gives the device memory that recordings hold by now, but for what backward needs.
     """
 
@@ -57,6 +58,7 @@ class ActivationMemory:
         self.floor = RamFloor(ram_floor(ram_limit_bytes()), self._is_low, read=self._read_ram)
         self.low: int | None = None
         self.recorded: Callable[[], int] = lambda: 0
+        self.for_state: Callable[[], int] = lambda: 0
         self.for_recordings = 0
 
     @property
@@ -108,7 +110,8 @@ class ActivationMemory:
         if not self._device.separate_memory or usable is None:
             return None
         target = int(usable * (1 - self._options.headroom))
-        return target - self._device.memory()["peak_allocated"] - self.apart
+        peak = self._device.memory()["peak_allocated"]
+        return target - peak - self.apart - self.for_state()
 
     def device_room(self, measured: Sequence[BlockActivations], modes: Sequence[str]) -> int | None:
         """Device memory beyond a step that recomputes all, after a step under `modes`."""

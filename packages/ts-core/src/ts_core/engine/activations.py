@@ -87,6 +87,7 @@ class Activations:
         # Told what was measured, and the room there is beyond a step that recomputes every block;
         # returns the bytes of it that have a better use.
         self.share_room: Callable[[Sequence[BlockActivations], int], int] | None = None
+        self.pledge: Callable[[Sequence[BlockActivations], int], int] | None = None
         # Told that a larger input will be measured, and how many times as large it is.
         self.before_larger: Callable[[float], None] | None = None
         # Whether blocks may change place now, with their trained weights and gradients.
@@ -310,6 +311,8 @@ class Activations:
         room = self.memory.device_room(self.measured, self._modes)
         if room is not None and self.share_room is not None:
             room -= self.share_room(self.measured, room)
+        if room is not None and self.pledge is not None:
+            room -= self.pledge(self.measured, room)
         self._search.begin(self.measured, room)
 
     def _look_at_input(self, args: Any, kwargs: Any) -> None:

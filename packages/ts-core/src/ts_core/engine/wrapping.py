@@ -45,6 +45,7 @@ from ts_core.engine.residence import plan_with_tables, staying
 from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
+from ts_core.engine.state_room import StateRoom
 from ts_core.engine.tables import HostTables, lookup_tables
 from ts_core.engine.wrap_checks import (
     check_blocks,
@@ -287,6 +288,9 @@ def _assemble(
     session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
     if session.activations is not None:
         session.activations.share_room = session.adapter.share_room
+        state_room = StateRoom(session, machine.rates)
+        session.activations.pledge = state_room.pledge
+        session.activations.memory.for_state = state_room
         session.activations.before_larger = session.adapter.before_larger
         session.activations.may_move = session.adapter.may_move
     session.hook_model(model)

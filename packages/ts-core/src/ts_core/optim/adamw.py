@@ -401,6 +401,20 @@ class OffloadAdamW(ShownOptimizer):
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
 
+    def state_on_device(self) -> int:
+        """Bytes of device memory that moments and master weights take."""
+        return sum(bucket.place.device_bytes() for bucket in self._updates.buckets)
+
+    def state_away(self) -> tuple[int, float] | None:
+        """(bytes of state elsewhere that device memory would serve, seconds that it costs a step).
+
+        None where state is not split between places, or all of it is on the device for good.
+        """
+        split = self._updates.split
+        if split is None or self._resident is not None:
+            return None
+        return split.away(self._updates.buckets)
+
     @property
     def takes_gradients(self) -> bool:
         """Whether it updates its parameters: attached, or with its state on the device."""

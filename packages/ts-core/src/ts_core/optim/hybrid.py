@@ -18,6 +18,7 @@ from ts_core.optim.rates import Rates
 
 if TYPE_CHECKING:
     from ts_core.optim.adamw import OffloadAdamW
+    from ts_core.optim.buckets import Bucket
 
 STEPS_BETWEEN = 2
 CORRECTIONS = 3
@@ -189,8 +190,19 @@ class HybridSplit:
                 self._factor /= ratio
         self._apply(optimizer, f"after {self._steps} steps: host threads took {took * 1000:.0f} ms")
 
-    def _apply(self, optimizer: OffloadAdamW, why: str) -> None:
-        pieces = [
+    def away(self, buckets: Sequence[Bucket]) -> tuple[int, float]:
+        """(bytes of state that could be in device memory and is not, seconds that it costs a step).
+
+        Measures the rates if they are not known.
+        """
+        self._rates = self._rates or self._measure()
+        elsewhere = [bucket for bucket in buckets if not bucket.place.device_bytes()]
+        pieces = self._pieces(elsewhere)
+        size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
+        return size, split(pieces, self._rates, 0, self._factor).seconds if pieces else 0.0
+
+    def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
+        return [
             Piece(
                 bucket.layout.numel,
                 bucket.layout.numel * bucket.layout.dtype.itemsize,
@@ -198,8 +210,11 @@ class HybridSplit:
                 bucket.home is not None,
                 bucket.home is not None and not bucket.home.addressable(self._device),
             )
-            for bucket in optimizer.buckets
+            for bucket in buckets
         ]
+
+    def _apply(self, optimizer: OffloadAdamW, why: str) -> None:
+        pieces = self._pieces(optimizer.buckets)
         resident = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
         assert self._rates is not None
         found = split(pieces, self._rates, max(self._room() + resident, 0), self._factor)
