@@ -117,6 +117,43 @@ def test_gpt_oss_as_stored(adapted: Callable[..., Any], train_steps: Train) -> N
     assert report["host_bytes"] < 1.01 * report["whole_bytes"] / (report["loads"] / 3)
 
 
+@pytest.mark.parametrize("paging", [False, True])
+def test_experts_with_scaled_inputs(
+    paging: bool, adapted: Callable[..., Any], train_steps: Train
+) -> None:
+    """As an NVFP4_AWQ checkpoint holds them: factors that all experts of a stack share."""
+    found = []
+    for streamed in (False, True):
+        model = adapted("mixtral", lora=ATTENTION, experts_implementation="eager")
+        for module in model.modules():
+            for name in ("gate_up_proj", "down_proj"):
+                weight = module._parameters.get(name)
+                if weight is not None and weight.dim() == 3:
+                    module._parameters[name] = nn.Parameter(scaled(weight), requires_grad=False)
+        if streamed:
+            options: dict[str, Any] = {"moe_paging": paging, "param_offload": True}
+        else:
+            model, options = decoded_twin(model), {}
+        model, optimizer = ts_hf.wrap_hf(model, device="cpu", lr=1e-2, quantize="none", **options)
+        found.append(train_steps(model, optimizer, 2))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name]), name
+
+
+def scaled(weight: torch.Tensor) -> ts_quant.QuantTensor:
+    factors = torch.linspace(0.25, 3.0, weight.shape[-1])
+    plain = ts_quant.quantize(weight.data / factors, "nvfp4")
+    names = plain.__tensor_flatten__()[0]
+    return ts_quant.QuantTensor.from_buffers(
+        "nvfp4",
+        {**dict(zip(names, plain.buffers(), strict=True)), "channel_scale": factors},
+        shape=plain.shape,
+        dtype=plain.dtype,
+        layout={"channel_scale": True},
+    )
+
+
 def decoded_like_select(model: Any) -> Any:
     """As `decoded_twin`, with the strides that one expert of a transposed stack has."""
     for module in model.modules():

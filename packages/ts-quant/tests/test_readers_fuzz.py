@@ -74,6 +74,7 @@ def _cases() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
                 "x.weight": _bytes(4, 16),
                 "x.weight_scale": _e4m3(4, 2),
                 "x.weight_scale_2": torch.tensor(0.5),
+                "x.pre_quant_scale": torch.ones(32),
                 "y.weight": _e4m3(4, 8),
                 "y.weight_scale": torch.ones(4, 1),
             },
