@@ -309,6 +309,7 @@ def test_a_model_beyond_the_limit_trains_within_it(mode: str, accumulation: int)
         quantize="none",
         device="cuda",
         vram_limit=limit + before,
+        vram_headroom=0.1 * limit / (limit + before),
         max_grad_norm=1.0,
         accumulation_steps=accumulation,
         optimizer_mode=mode,
