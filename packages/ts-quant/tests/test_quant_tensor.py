@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,22 @@ def test_repr_names_the_format(q: QuantTensor, codec: str) -> None:
     text = repr(q)
     assert codec in text and "(24, 40)" in text and "bfloat16" in text and str(q.nbytes) in text
     assert str(q) == text and f"{q}" == text
+
+
+@pytest.mark.parametrize("wrap", [lambda q: q, ts_quant.TransposedQuantTensor], ids=["", "swapped"])
+def test_a_shallow_copy_shares_the_buffers(q: QuantTensor, wrap: Callable[[Any], Any]) -> None:
+    weight = wrap(q)
+    copied = copy.copy(weight)
+    assert type(copied) is type(weight) and copied is not weight
+    for mine, other in zip(copied.buffers(), weight.buffers(), strict=True):
+        assert mine.data_ptr() == other.data_ptr()
+
+
+def test_one_byte_floats_are_ordinary_tensors(q: QuantTensor) -> None:
+    """No file could say of a stored weight that it decodes to them."""
+    narrow = q.to(torch.float8_e4m3fn)
+    assert type(narrow) is torch.Tensor
+    assert torch.equal(narrow.float(), q.dequantize().to(torch.float8_e4m3fn).float())
 
 
 def test_swapped_buffers_are_read_afresh(q: QuantTensor) -> None:

@@ -49,7 +49,8 @@ def _copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     source: QuantTensor = args[0]
     dtype = kwargs.get("dtype") or source.dtype
-    if not dtype.is_floating_point or kwargs.get("layout") not in (None, torch.strided):
+    wide = dtype.is_floating_point and dtype.itemsize >= 2
+    if not wide or kwargs.get("layout") not in (None, torch.strided):
         return _on_dequantized(func, args, kwargs)
     keep = ("device", "pin_memory", "non_blocking")
     moved = {key: value for key, value in kwargs.items() if key in keep}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -301,6 +301,10 @@ class QuantTensor(NoMemory, torch.Tensor):
             f"device={self.buffers()[0].device}, block_size={self.block_size}, "
             f"nbytes={self.nbytes})"
         )
+
+    def __copy__(self) -> QuantTensor:
+        copied: Any = self.detach()
+        return cast(QuantTensor, copied)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantTensor:
         if id(self) in memo:

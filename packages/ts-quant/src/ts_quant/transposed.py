@@ -179,6 +179,10 @@ class TransposedQuantTensor(NoMemory, torch.Tensor):
 
         return shown(func, compute)
 
+    def __copy__(self) -> TransposedQuantTensor:
+        copied: Any = self.detach()
+        return cast(TransposedQuantTensor, copied)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TransposedQuantTensor:
         if id(self) not in memo:
             memo[id(self)] = TransposedQuantTensor(copy.deepcopy(self.stored, memo))
