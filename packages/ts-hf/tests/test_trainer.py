@@ -444,6 +444,98 @@ def test_the_norm_is_read_where_it_is_logged_only(
     assert set(reads) == {3, 6, 7}  # 7: the summary of the run is logged
 
 
+def test_the_operations_counted_are_transformers_own(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+    unequal_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Though parameters are counted once."""
+    totals, counted = [], []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        model = lora(tiny_model("llama"))
+        original, calls = type(model.get_base_model()).num_parameters, []
+
+        def count(self: Any, *args: Any, _of: Any = original, _in: Any = calls, **kw: Any) -> Any:
+            _in.append(1)
+            return _of(self, *args, **kw)
+
+        rows = unequal_rows(10)
+        for index, row in enumerate(rows):
+            rows[index] = {key: value[: 4 + index // 2 * 2] for key, value in row.items()}
+        trainer = cls(
+            model=model,
+            args=training_arguments(train_sampling_strategy="sequential", max_steps=5),
+            train_dataset=rows,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.get_base_model()), "num_parameters", count)
+            trainer.train()
+        totals.append(trainer.state.total_flos)
+        counted.append(len(calls))
+    assert totals[0] == totals[1] > 0
+    assert counted[0] - counted[1] == 4
+
+
+class _PutsToSleep(TrainerCallback):
+    """Puts one dropout into eval mode at the end of step 2, and looks at all at each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        model.register_forward_hook(self._look) if state.global_step == 0 else None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            next(m for m in model.modules() if isinstance(m, torch.nn.Dropout)).eval()
+
+    def _look(self, model: Any, args: Any, output: Any) -> None:
+        self.seen.append(all(module.training for module in model.modules()))
+
+
+def test_modes_are_set_as_transformers_sets_them(
+    tiny_model: Callable[..., Any],
+    lora: Callable[..., Any],
+    token_rows: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+) -> None:
+    """Every module trains at every step, after evaluations and changes by callbacks too."""
+    seen, losses, counts = [], [], []
+    for cls in (Trainer, ts_hf.TrainStreamTrainer):
+        model = lora(tiny_model("llama"), lora_dropout=0.3).eval()
+        calls: list[bool] = []
+
+        def train(
+            self: Any, mode: bool = True, _of: Any = torch.nn.Dropout.train, _in: Any = calls
+        ) -> Any:
+            _in.append(mode)
+            return _of(self, mode)
+
+        looks = _PutsToSleep()
+        torch.manual_seed(3)
+        trainer = cls(
+            model=model,
+            args=training_arguments(eval_strategy="steps", eval_steps=3),
+            train_dataset=token_rows(ROWS, LENGTH),
+            eval_dataset=token_rows(2, LENGTH),
+            callbacks=[looks],
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.Dropout, "train", train)
+            trainer.train()
+        assert "train" not in vars(model)
+        seen.append([mode for mode in looks.seen if mode])
+        losses.append(_history(trainer, "loss"))
+        dropouts = sum(isinstance(module, torch.nn.Dropout) for module in model.modules())
+        counts.append(calls.count(True) / dropouts)
+    assert len(seen[0]) == len(seen[1]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=5e-6)
+    # At first, after the head was tried out, after the callback, after an evaluation.
+    assert counts == [6, 4]
+
+
 @pytest.mark.gpu
 def test_nan_loss_on_a_gpu(
     tmp_path: Path,

@@ -18,6 +18,7 @@ from ts_hf.training.evaluation import EvaluationMixin
 from ts_hf.training.finite import FiniteGuard
 from ts_hf.training.loss import ChunkedLoss
 from ts_hf.training.memory_log import memory_numbers
+from ts_hf.training.modes import TrainingMode
 from ts_hf.training.options import (
     TrainerOptions,
     by_name,
@@ -68,7 +69,9 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
         self._window = WindowTargets([])
         self._masked_window_seen = False
         self._finite = FiniteGuard()
+        self._mode = TrainingMode()
         self._early_events: list[str] = []
+        self._per_token: tuple[nn.Module, int] | None = None  # floating point operations
         self.optimizer: Any
         super().__init__(**kwargs)
         if arguments is None:
@@ -186,9 +189,21 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """As transformers.Trainer's."""
-        loss: Tensor = super().training_step(model, *args, **kwargs)
+        with self._mode.quick(model):
+            loss: Tensor = super().training_step(model, *args, **kwargs)
         self._unfinished += 1
         return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As transformers.Trainer's, which counts the model's parameters anew for every batch."""
+        count = super().floating_point_ops
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs[name].numel() if name in inputs else 0
+        if not tokens or count.__func__ is not Trainer.floating_point_ops:
+            return int(count(inputs))
+        if self._per_token is None or self._per_token[0] is not self.model:
+            self._per_token = self.model, int(count(inputs)) // tokens
+        return self._per_token[1] * tokens
 
     def compute_loss(
         self,
