@@ -50,6 +50,22 @@ def test_a_plugin_is_loaded_once_by_name(plugin_module: SimpleNamespace) -> None
     assert found.get("good").name == "good"
 
 
+def test_what_has_been_used_is_not_looked_for_again(plugin_module: SimpleNamespace) -> None:
+    """Training asks before every micro-batch."""
+    looks: list[str] = []
+
+    def find(group: str) -> Iterable[EntryPoint]:
+        looks.append(group)
+        return [_entry("good", "plugin_module_of_test:GOOD")]
+
+    found = registry.Registry(GROUP, find)
+    assert found.has("good") and found.has("good") and len(looks) == 2
+    found.get("good")
+    looks.clear()
+    assert found.has("good") and found.get("good") is plugin_module.GOOD and looks == []
+    assert not found.has("other") and len(looks) == 1
+
+
 def test_unknown_name_lists_installed_ones_and_the_install_line() -> None:
     found = _registry(_entry("nf4", "x:A"), _entry("int8", "x:B"))
     with pytest.raises(errors.UnknownPluginError) as caught:

@@ -72,8 +72,10 @@ class Registry:
         return self._loaded[name]
 
     def has(self, name: str) -> bool:
-        """Whether an installed package offers `name`; imports nothing."""
-        return name in self.names()
+        """Whether an installed package offers `name`; imports nothing, and looks on the disk only
+        until `name` has been used.
+        """
+        return name in self._loaded or name in self.names()
 
     def _load(self, name: str) -> Any:
         noun = self.info.noun
