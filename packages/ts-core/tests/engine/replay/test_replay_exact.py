@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
-from ts_core.engine.replay.cuda_recorder import CudaRecorder
+from ts_core.engine.replay.cuda_recorder import CudaGraph, CudaRecorder
 from ts_core.engine.replay.host_recorder import HostRecorder
 from ts_core.testing import TinyModel, TrainingRecord, inject_delays, tiny_model, train
 
@@ -118,11 +120,13 @@ def test_replayed_equals_eager_on_the_gpu(options: dict[str, Any]) -> None:
     assert report["replay"]["replayed_backwards"] > 0, "\n".join(report["events"])
 
 
-def on_the_gpu(model: TinyModel, graphs: bool) -> tuple[Any, Any, list[torch.nn.Parameter]]:
+def on_the_gpu(
+    model: TinyModel, graphs: bool, **changes: Any
+) -> tuple[Any, Any, list[torch.nn.Parameter]]:
     """The model wrapped, its optimizer, and what is trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     inner = torch.optim.AdamW(trained, lr=1e-2)
-    options = {"quantize": "none", "offload": True, "recompute": False, **GPU}
+    options = {"quantize": "none", "offload": True, "recompute": False, **GPU, **changes}
     model, optimizer = wrap(model, inner, cuda_graphs=graphs, **options)
     return model, optimizer, trained
 
@@ -206,3 +210,84 @@ def test_a_capture_has_room_where_the_allocator_holds_unused_memory() -> None:
     source.fill_(3.0)
     recorded.replay()
     assert torch.equal(result, torch.full_like(result, 384.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_what_a_capture_began_never_comes_late_on_the_gpu(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch writes on the captured stream as a capture begins (the seed and offset of dropout)
+    comes 50 ms later, as on a GPU that others keep busy; and a replay gets to its dropout 50 ms
+    after it has set them. (A capture takes a few.)"""
+    lag = 90_000_000  # cycles
+    begin = torch.cuda.CUDAGraph.capture_begin
+    captures: list[Any] = []
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> None:
+        captures.append(torch.cuda.current_stream())
+        torch.cuda._sleep(lag)
+        begin(self, *args, **kwargs)
+
+    def slow(x: torch.Tensor, own: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda._sleep(lag)
+        out: torch.Tensor = own(x)
+        return out
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    results = []
+    for graphs in (False, True):
+        model = tiny_model(depth=2, dropout=0.5).cuda()
+        for layer in model.layers:
+            layer.forward = functools.partial(slow, own=layer.forward)
+        model, optimizer, _ = on_the_gpu(model, graphs, recompute=recompute)
+        results.append(train(model, optimizer, GPU_STEPS, device="cuda"))
+        report = memory_report(model)
+    assert captures and torch.cuda.default_stream() not in captures
+    assert results[0].differences(results[1]) == [], report["events"]
+    assert report["replay"]["replayed_backwards"] > 0, report["events"]
+
+
+@pytest.mark.gpu
+def test_after_a_capture_that_fails_random_numbers_are_drawn_on_the_gpu() -> None:
+    """A block does what no capture allows, which no look at its operators shows."""
+    results = []
+    for graphs in (False, True):
+        model = tiny_model(depth=3, dropout=0.1).cuda()
+        own = model.layers[1].forward
+
+        def forward(x: torch.Tensor, own: Any = own) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
+            out: torch.Tensor = own(x)
+            return out
+
+        model.layers[1].forward = forward
+        model, optimizer, _ = on_the_gpu(model, graphs)
+        results.append(train(model, optimizer, GPU_STEPS, device="cuda"))
+        report = memory_report(model)
+    assert results[0].differences(results[1]) == []
+    assert not report["replay"]["on"]
+    assert any("recording failed" in line for line in report["replay"]["eager"]), report["events"]
+
+
+def test_replays_of_several_threads_come_one_after_another() -> None:
+    """Each sets the random numbers' seed and offset for its own launch."""
+    inside, most, over = 0, 0, threading.Event()
+
+    class Graph:
+        def replay(self) -> None:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            over.wait(0.02)
+            inside -= 1
+
+    graphs = [CudaGraph(Graph()) for _ in range(4)]  # type: ignore[arg-type]
+    threads = [threading.Thread(target=graph.replay) for graph in graphs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ _SPARE = 256 << 20
 _WORTH_FREEING = 32 << 20
 # Streams that some recorder has captured, in this process.
 _CAPTURED: set[int] = set()
+# torch (up to 2.12) keeps the seed and offset of all graphs of a GPU in one pair of tensors. A
+# replay writes them and launches, without the interpreter's lock: one thread at a time.
+_REPLAYING = threading.Lock()
 
 
 class CudaGraph(Recorded):
@@ -26,7 +31,8 @@ class CudaGraph(Recorded):
         self._graph = graph
 
     def replay(self) -> None:
-        self._graph.replay()
+        with _REPLAYING:
+            self._graph.replay()
 
 
 class CudaRecorder(Recorder):
@@ -70,31 +76,60 @@ class CudaRecorder(Recorder):
         self._free_cached()
         held = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        collects = gc.isenabled()
-        gc.disable()  # finalizers may ask for events, which a capturing thread must not
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    work()
-                except NotReplayable:  # our own refusal, with the capture in order
-                    self._abandon(graph)
-                    raise
-                except BaseException:
-                    self.broken = True
-                    self._abandon(graph)
-                    raise
-                try:
-                    graph.capture_end()
-                except RuntimeError:
-                    self.broken = True
-                    self._stop_allocating()
-                    raise
-        finally:
-            if collects:
-                gc.enable()
+        with _no_collection():
+            try:
+                self._capture(graph, work)
+            finally:
+                self._end_of_capture()
         self._pool_bytes += max(0, torch.cuda.memory_reserved(self._device) - held)
         return CudaGraph(graph)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                work()
+            except NotReplayable:  # our own refusal, with the capture in order
+                self._abandon(graph)
+                raise
+            except BaseException:
+                self.broken = True
+                self._abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self.broken = True
+                self._stop_allocating()
+                raise
+
+    def _end_of_capture(self) -> None:
+        """Nothing that a capture began is on its way, or in force, afterwards.
+
+        As a capture begins, torch (up to 2.12) writes the tensors with seed and offset of all
+        graphs' random numbers, on the captured stream, behind which nobody waits. On a GPU that is
+        busy with other work such a write may come late, over what the first replay writes there.
+        """
+        if self.broken:
+            self._free_generator()
+        else:
+            self._stream.synchronize()
+
+    def _free_generator(self) -> None:
+        """After a capture that could not be ended: random numbers are drawn eagerly again.
+
+        torch's generator (up to 2.12) takes itself to be captured until some capture ends well.
+        """
+        try:
+            with torch.cuda.stream(self._stream):
+                nothing = torch.empty(1, device=self._device)
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                nothing.zero_()
+                graph.capture_end()
+            self._stream.synchronize()
+        except RuntimeError:  # the error of the capture before says more, and is raised
+            return
 
     def place(self) -> Any:
         # The stream's handle, without an object for it: this is asked at every replay.
@@ -148,3 +183,15 @@ class CudaRecorder(Recorder):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         except RuntimeError:  # it had left it
             return
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Finalizers may ask for events, which a capturing thread must not."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
