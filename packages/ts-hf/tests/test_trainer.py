@@ -595,7 +595,8 @@ def test_streamed_equals_resident_on_a_gpu(
             model=model,
             args=training_arguments(use_cpu=False, gradient_accumulation_steps=2),
             train_dataset=token_rows(ROWS, LENGTH),
-            trainstream={"param_offload": offload, "offload": True},
+            # A kernel by timings ("auto") might be another one in each of two runs.
+            trainstream={"param_offload": offload, "offload": True, "attention": None},
         )
         trainer.train()
         assert next(iter(_trained(trainer.model).values())).device.type == "cuda"

@@ -223,6 +223,33 @@ def test_timing_leaves_the_generators_and_the_values_alone() -> None:
     assert "cudnn" not in found  # needs a GPU
 
 
+def test_only_the_device_is_timed() -> None:
+    """It is kept busy until the host has queued the call, whose own time does not count."""
+
+    class Stamp:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def seconds_since(self, earlier: Any) -> float:
+            return self.seconds - float(earlier.seconds)
+
+    class Clock(HostDevice):
+        """Nothing but `delay` takes time."""
+
+        seconds = 0.0
+
+        def delay(self, stream: Any, seconds: float) -> None:
+            self.seconds += seconds
+
+        def timestamp(self) -> Any:
+            return Stamp(self.seconds)
+
+    query = torch.randn(1, 1, 4, 8)
+    clock = Clock()
+    found = time_backends(query, query, {}, clock)
+    assert clock.seconds > 0 and set(found.values()) == {0.0}
+
+
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,10 +33,13 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Below this torch's own choice takes too little time for another to matter, and timings are noise.
+# Device time below which a call matters too little for another choice, and timings are noise.
 WORTH_MS = 0.2
 GAIN = 0.95
 _TRIALS = 5
+# The device begins this much later with what is timed, so that the host has queued all of it: other
+# work of the host, or of other processes on a GPU, then counts in few of the trials, or in none.
+_AHEAD_S = 2e-3
 # Training forwards in which "auto" looks for a call to time. A mode that looks also stands in the
 # way of others (block replay), so a model without such calls is let go.
 _LOOKS = 3
@@ -237,8 +239,8 @@ def not_deterministic() -> set[str]:
 def time_backends(
     query: torch.Tensor, key: torch.Tensor, options: dict[str, Any], device: Device
 ) -> dict[str, float]:
-    """Milliseconds of forward and backward per kernel that runs this call, and "torch" for its own
-    choice.
+    """Milliseconds that the device needs for forward and backward, per kernel that runs this call,
+    and "torch" for its own choice.
 
     Args:
         query, key: [batch, heads, tokens, head size] on the device; only shape, strides and dtype
@@ -254,13 +256,18 @@ def time_backends(
 
     def best() -> float:
         once()
+        stream = device.compute_stream()
         found = []
         for _ in range(_TRIALS):
-            device.compute_stream().synchronize()
-            begin = time.perf_counter()
+            stream.synchronize()
+            device.delay(stream, _AHEAD_S)
+            begin = device.timestamp()
             once()
-            device.compute_stream().synchronize()
-            found.append((time.perf_counter() - begin) * 1e3)
+            end = device.timestamp()
+            stream.synchronize()
+            seconds = end.seconds_since(begin)
+            assert seconds is not None  # both lie behind
+            found.append(seconds * 1e3)
         return min(found)
 
     timings: dict[str, float] = {}
