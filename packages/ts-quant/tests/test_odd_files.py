@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 from pathlib import Path
@@ -167,6 +168,23 @@ def test_ambiguous_descriptions(tmp_path: Path) -> None:
     header["__metadata__"][key] = json.dumps(weights)
     with pytest.raises(ts_quant.CheckpointError, match="impossible shape"):
         ts_quant.load_quantized(written(file, header, data))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ts_quant.CheckpointError, match="no regular file"):
+        list(ts_quant.iterate_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 5000, "..", "."])
+def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ts_quant.CheckpointError):
+        read_header(tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ts_quant.CheckpointError, match="names"):
+        list(ts_quant.iterate_checkpoint(tmp_path))
 
 
 def test_an_index_whose_tensors_are_missing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 import threading
 from collections.abc import Mapping
@@ -70,7 +71,10 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             entries is inconsistent; names the file and, where there is one, the tensor.
     """
     try:
-        total = file.stat().st_size
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
+            raise CheckpointError(f"{file} is no regular file")
+        total = status.st_size
         with file.open("rb") as stream:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -80,7 +84,9 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                     f"or not a safetensors file: fetch it again"
                 )
             raw = stream.read(length)
-    except OSError as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     try:
         header = json.loads(raw, object_pairs_hook=unique)

@@ -79,6 +79,13 @@ def _json(file: Path) -> dict[str, Any] | None:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name that a file can have
+        return False
+
+
 def _refuse_missing(path: Path, indexed: dict[str, str], entries: Mapping[str, Entry]) -> None:
     """Every tensor of the index is in the file that the index names."""
     missing = [
@@ -109,7 +116,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     strange = [name for name in names if Path(name).name != name]
     if strange:
         raise CheckpointError(f"{index} names files outside its folder: {', '.join(strange)}")
-    missing = [name for name in names if not (path / name).is_file()]
+    missing = [name for name in names if not _is_file(path / name)]
     if missing:
         raise CheckpointError(
             f"{index} names {len(missing)} files that are not in the folder: "
