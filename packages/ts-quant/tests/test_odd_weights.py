@@ -30,6 +30,13 @@ def test_matrices_without_elements(shape: tuple[int, int]) -> None:
         assert storer.report.table()
 
 
+def test_outlier_channels_without_memory() -> None:
+    q = ts_quant.quantize(torch.empty(8, 64, device="meta"), "nvfp4", outlier_channels=[1, 5])
+    assert q.spec.outliers == 2 and q.dequantize().shape == (8, 64)
+    held = ts_quant.quantize(torch.randn(8, 64), "nvfp4", outlier_channels=[1, 5])
+    assert q.nbytes == held.nbytes
+
+
 def test_outlier_channels_of_no_rows() -> None:
     q = ts_quant.quantize(torch.randn(0, 64), outlier_channels=[3, 5])
     assert q.dequantize().shape == (0, 64) and q.spec.outliers == 2
