@@ -72,9 +72,8 @@ def encode_with(
     values = weight.index_select(1, channels).to(torch.bfloat16)
     rest = weight.index_fill(1, channels, 0.0)
     buffers = codec.encode_checked(rest, spec, name)
-    if not weight.is_meta and not bool(
-        torch.isfinite(values).all()
-    ):  # then the whole weight says where
+    finite = weight.is_meta or bool(torch.isfinite(values).all())
+    if not finite:  # then the whole weight says where
         codec.encode_checked(weight, spec, name)
         values = values.clamp(-_LARGEST, _LARGEST)  # it rounded to bf16's infinity
     return replace(spec, outliers=channels.numel()), (*buffers, values, channels)
