@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -221,3 +222,49 @@ def test_ranks_that_are_too_large(
     monkeypatch.setattr(model_module, "ram_available_bytes", lambda: 20 << 20)
     if start is dry_run:
         assert start(settings(lora_rank=40)) == 0
+
+
+@pytest.mark.parametrize(("family", "tower"), [("llava", "vision_tower"), ("gemma3_vl", "vision")])
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+def test_texts_for_a_vision_language_model(
+    family: str,
+    tower: str,
+    targets: tuple[str, ...],
+    settings: Callable[..., FinetuneConfig],
+    tiny_llm: Path,
+    tmp_path: Path,
+) -> None:
+    """Adapters in its language model only, whose layers stream; merged into the whole model."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForImageTextToText
+
+    from ts_hf.testing import FAMILIES
+
+    row = FAMILIES[family]
+    beyond = {  # its special tokens lie behind those of the tokenizer
+        name: value + 200 for name, value in row.fields.items() if name.endswith("_token_index")
+    }
+    text = {**row.fields["text_config"], "vocab_size": 300}
+    model = dataclasses.replace(row, fields={**row.fields, **beyond, "text_config": text}).build()
+    model.save_pretrained(tmp_path / family)
+    for file in tiny_llm.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / family)
+    config = settings(
+        model=str(tmp_path / family),
+        lora_targets=targets,
+        lora_rank=32,
+        packing=True,
+        merge="original",
+        options=("param_offload=true",),
+    )
+    assert run_finetune(config) == 0
+    with safe_open(tmp_path / "out/adapter/adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+    each = 2 if targets == ("q_proj", "v_proj") else 7
+    assert len(names) == 2 * 3 * each and all("language_model" in name for name in names)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "out/merged")
+    before, after = model.state_dict(), merged.state_dict()
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name].float())]
+    assert len(changed) == 3 * each and not any(tower in name for name in changed)

@@ -96,7 +96,7 @@ def check_lengths(config: FinetuneConfig, model_config: Any) -> None:
     Raises:
         OptionError: seq_length is more than those.
     """
-    most = getattr(model_config, "max_position_embeddings", None)
+    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and config.seq_length > most:
         raise OptionError(
             f"seq_length={config.seq_length} is more than the model's {most} positions. Use at "
@@ -111,10 +111,11 @@ def check_tokens(train: Rows, held_out: Rows, model_config: Any) -> None:
         DataError: a token is beyond the vocabulary.
     """
     highest = max(train.highest_token(), held_out.highest_token())
-    if highest >= model_config.vocab_size:
+    known = model_config.get_text_config(decoder=True).vocab_size
+    if highest >= known:
         raise DataError(
-            f"the tokenizer gives token {highest}, but the model knows {model_config.vocab_size} "
-            f"tokens. Tokenizer and model do not belong together."
+            f"the tokenizer gives token {highest}, but the model knows {known} tokens. Tokenizer "
+            f"and model do not belong together."
         )
 
 

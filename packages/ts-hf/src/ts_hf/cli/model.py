@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import for_loading
 from ts_hf.demo_model import NAME as DEMO_MODEL
 from ts_hf.demo_model import cache_folder, demo_model_folder
+from ts_hf.families import find_decoder_layers
 from ts_hf.loading import load_model
 from ts_hf.sizes import format_bytes
 from ts_hf.skeleton import build_skeleton, load_config, take_quantization_config
@@ -144,6 +146,20 @@ def check_rank(config: FinetuneConfig, model_config: Any) -> None:
     )
 
 
+def _no_text(model: Any) -> str | None:
+    """Of a vision-language model, a pattern of the modules outside its decoder layers.
+
+    The data has no images, so adapters of the tower would learn nothing.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return None
+    layers = find_decoder_layers(model)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and list(module) == layers:
+            return rf"(?!{re.escape(name)}\.).*"
+    return None
+
+
 def add_lora(config: FinetuneConfig, model: Any) -> Any:
     """`model` with the run's adapters.
 
@@ -168,6 +184,7 @@ def add_lora(config: FinetuneConfig, model: Any) -> Any:
                 lora_alpha=config.lora_alpha,
                 lora_dropout=config.lora_dropout,
                 target_modules=targets,
+                exclude_modules=_no_text(model),
                 task_type="CAUSAL_LM",
             ),
             autocast_adapter_dtype=False,  # the optimizer keeps an fp32 master copy of bf16

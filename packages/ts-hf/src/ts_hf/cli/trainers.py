@@ -90,7 +90,7 @@ def make_trainer(
         OptionError, OutOfBudgetError: block_limit cannot be kept.
     """
     device = "cpu" if arguments.use_cpu else "cuda"
-    chunk_size = _loss_chunk(model.config.vocab_size)
+    chunk_size = _loss_chunk(model.config.get_text_config(decoder=True).vocab_size)
     options: dict[str, Any] = {
         "model": model,
         "args": arguments,
