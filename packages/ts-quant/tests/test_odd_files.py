@@ -143,6 +143,25 @@ def test_threads_that_write_one_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """A header's offsets are not used for another file's bytes."""
+    file = tmp_path / "x.safetensors"
+    ts_quant.save_quantized({"a": torch.zeros(4), "b": torch.zeros(4)}, file)
+    tensors = ts_quant.iterate_quantized(file)
+    next(tensors)
+    ts_quant.save_quantized({"c": torch.ones(4), "d": torch.ones(4)}, file)
+    with pytest.raises(ts_quant.CheckpointError, match=r"x\.safetensors was replaced .*'b'"):
+        next(tensors)
+    tensors = ts_quant.iterate_quantized(file)
+    next(tensors)
+    with file.open("r+b") as stream:  # in place
+        stream.seek(-4, 2)
+        stream.write(b"abcd")
+        os.utime(stream.fileno(), ns=(1, 1))  # whatever the clock's resolution
+    with pytest.raises(ts_quant.CheckpointError, match="was replaced or written"):
+        next(tensors)
+
+
 def description(file: Path) -> tuple[dict[str, Any], bytes]:
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])

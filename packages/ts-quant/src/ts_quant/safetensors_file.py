@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ _MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor's bytes are."""
+    """Where one tensor's bytes are, and which state of the file its header is of."""
 
     file: Path
     name: str
@@ -61,6 +61,7 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     size_bytes: int
+    state: tuple[int, ...]
 
 
 def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -71,11 +72,11 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             entries is inconsistent; names the file and, where there is one, the tensor.
     """
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its other end
+        if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for its other end
             raise CheckpointError(f"{file} is no regular file")
-        total = status.st_size
         with file.open("rb") as stream:
+            state = _state(stream)
+            total = state[0]
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if len(prefix) < 8 or length > min(total - 8, MOST_HEADER_BYTES):
@@ -101,7 +102,8 @@ def read_header(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise CheckpointError(f"{file} has metadata that is not text by name")
     data_bytes = total - 8 - length
     entries = {
-        name: _entry(file, name, fields, 8 + length, data_bytes) for name, fields in header.items()
+        name: _entry(file, name, fields, 8 + length, data_bytes, state)
+        for name, fields in header.items()
     }
     _check_coverage(file, entries, 8 + length, total)
     return entries, metadata
@@ -115,7 +117,15 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(file: Path, name: str, fields: Any, start: int, data_bytes: int) -> Entry:
+def _state(stream: BinaryIO) -> tuple[int, ...]:
+    """Size, place and time of an open file: another one, or other contents, have another state."""
+    found = os.fstat(stream.fileno())
+    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _entry(
+    file: Path, name: str, fields: Any, start: int, data_bytes: int, state: tuple[int, ...]
+) -> Entry:
     try:
         code, shape = fields["dtype"], sizes(fields["shape"])
         begin, end = (_size(offset) for offset in fields["data_offsets"])
@@ -140,7 +150,7 @@ def _entry(file: Path, name: str, fields: Any, start: int, data_bytes: int) -> E
             f"{file}: tensor {name!r} of shape {list(shape)} and {dtype} needs {count} bytes, but "
             f"its header entry gives {end - begin}. The file is damaged"
         )
-    return Entry(file, name, dtype, shape, start + begin, end - begin)
+    return Entry(file, name, dtype, shape, start + begin, end - begin, state)
 
 
 def sizes(values: Any) -> tuple[int, ...]:
@@ -192,11 +202,17 @@ def read_tensor(entry: Entry) -> Tensor:
             stream.seek(entry.offset)
             data = bytearray(entry.size_bytes)
             count = stream.readinto(data)
+            state = _state(stream)
     except OSError as error:
         raise CheckpointError(f"{entry.file}: {entry.name!r} cannot be read: {error}") from error
     if count != entry.size_bytes:
         raise CheckpointError(
             f"{entry.file} ended after {count} of the {entry.size_bytes} bytes of {entry.name!r}"
+        )
+    if state != entry.state:
+        raise CheckpointError(
+            f"{entry.file} was replaced or written after its header was read, so {entry.name!r} "
+            f"may be another file's bytes. Read it again, once nothing writes it"
         )
     flat = torch.frombuffer(data, dtype=torch.uint8)
     return flat.view(entry.dtype).reshape(entry.shape)
