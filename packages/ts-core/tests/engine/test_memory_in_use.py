@@ -124,7 +124,7 @@ from ts_core.device import resolve_device
 device = resolve_device("cuda")
 device.take_workspaces()
 before = torch.cuda.memory_allocated()
-assert 0 < before <= device.workspace_bytes()
+assert 0 < before <= device.workspace_bytes(), before
 with torch.cuda.stream(torch.cuda.Stream()):
     device.take_workspaces()
 assert before <= torch.cuda.memory_allocated() <= before + device.workspace_bytes()
@@ -198,6 +198,6 @@ for _ in range(4):
     gc.collect()
     torch.cuda.synchronize()
     sizes.append(torch.cuda.memory_allocated() >> 20)
-assert sizes[1:] == sizes[:1] * 3, sizes
+assert max(sizes[1:]) <= sizes[0], sizes
 """
     )

@@ -21,8 +21,14 @@ BLOCKS = 20
 class Run:
     """Steps that need `other(step)` bytes beside blocks and slots."""
 
-    def __init__(self, limit_mib: int = 2000, movable: Any = None, **options: Any) -> None:
-        model = ModelProfile((100 * MIB,) * BLOCKS, fixed_device=200 * MIB)
+    def __init__(
+        self,
+        limit_mib: int = 2000,
+        movable: Any = None,
+        trains: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        model = ModelProfile((100 * MIB,) * BLOCKS, fixed_device=200 * MIB, **(trains or {}))
         machine = MachineProfile(limit_mib * MIB)
         asked = PlanOptions(**options)
         plan = make_plan(model, machine, asked)
@@ -47,6 +53,27 @@ class Run:
     @property
     def paged(self) -> int:
         return len(self.corrector.plan.paged)
+
+
+def test_blocks_return_with_the_gradients_that_wait_beside_them() -> None:
+    """A block that stays takes twice its size where its gradients wait for the step's updates."""
+    trains = {
+        "trained": BLOCKS * 100 * MIB,
+        "trained_pageable": (100 * MIB,) * BLOCKS,
+        "gradients_wait": True,
+        "gradients_leaving": 100 * MIB,
+    }
+    run = Run(3000, trains=trains)
+    first, model = run.paged, ModelProfile((100 * MIB,) * BLOCKS, **trains)
+
+    def other(step: int) -> int:
+        return 250 * MIB + model.gradients(run.corrector.plan.paged)
+
+    for _ in range(8):
+        run.go(1, other)
+        placed = sum(run.corrector.plan.predicted[name] for name in ("resident_blocks", "slots"))
+        assert placed + other(run.step) <= 2700 * MIB
+    assert run.paged < first and not run.corrector.adapting
 
 
 def test_blocks_return_while_room_remains_and_placement_settles() -> None:

@@ -18,6 +18,7 @@ from ts_core.memory.ledger import Ledger
 # on others. cuBLAS's variable asks for another, as ":KiB:count".
 _LARGE_WORKSPACE = 32 << 20
 _SMALL_WORKSPACE = (8 << 20) + (128 << 10)
+_LT_WORKSPACE = 1 << 20  # of cuBLASLt, which adds a bias in the same kernel
 _WORKSPACES = re.compile(r":(\d+):(\d+)")
 
 
@@ -160,7 +161,7 @@ class CudaDevice(Device):
         each = _LARGE_WORKSPACE if large else _SMALL_WORKSPACE
         if asked:
             each = sum(int(kib) * int(count) << 10 for kib, count in asked)
-        return 2 * each  # of this thread, and of autograd's
+        return 2 * (each + _LT_WORKSPACE)  # of this thread, and of autograd's
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor | None:
         try:

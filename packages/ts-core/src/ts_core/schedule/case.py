@@ -125,6 +125,9 @@ class Case:
         }
         if "gradients" in self.rest and self.machine.counts_fixed:
             predicted["gradients"] = self.model.gradients(paged)
+        if self.options.reserve is not None and self.machine.counts_fixed:
+            then = self.model.gradients(self.options.reserved_with)
+            predicted["gradients"] = max(0, self.model.gradients(paged) - then)
         if "activations" in self.rest:
             predicted["workspace"] = self._workspace(paged)
         predicted["total"] = sum(predicted.values())

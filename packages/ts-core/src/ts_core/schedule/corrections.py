@@ -92,6 +92,7 @@ class PeakCorrector:
         self._quiet = 0
         self._returns = 0
         self._most_needed = 0
+        self._needed_with = plan.paged
         self._recomputing: int | None = None  # what a step that recomputes every block needed
         self._stays: tuple[bool, int, int, tuple[int, ...]] | None = None
         self._warned = False
@@ -125,7 +126,9 @@ class PeakCorrector:
         if target is None:
             return None
         before = self._most_needed
-        self._most_needed = max(before, peak + apart - self._placed())
+        if peak + apart - self._placed() > before:
+            self._most_needed = peak + apart - self._placed()
+            self._needed_with = self.plan.paged
         if not self._may_move:
             self._remember(step, peak, target, self._over(peak, target))
             return None
@@ -197,6 +200,8 @@ class PeakCorrector:
         more = len(best.paged) - now
         if not best.fits or more == 0 or (more > 0 and room >= 0):
             return None
+        if more < 0 and self._model.gradients_wait and any(self._model.trained_pageable):
+            return None  # the peak of a step tells whether their gradients fit as well
         found = self._with_paged(len(best.paged), rest + again)
         expected = (
             f"; {best.seconds['step'] * 1000:.0f} ms per step expected, with "
@@ -254,7 +259,7 @@ class PeakCorrector:
 
     def _with_paged(self, count: int, reserve: int) -> Plan:
         """The plan with `count` paged blocks, few of them others than now."""
-        options = replace(self._options, reserve=reserve)
+        options = replace(self._options, reserve=reserve, reserved_with=self.plan.paged)
         machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]
@@ -292,7 +297,7 @@ class PeakCorrector:
 
     def _with_room_for(self, reserve: int) -> Plan:
         """The plan that leaves `reserve` bytes to everything but blocks and slots."""
-        options = replace(self._options, reserve=reserve)
+        options = replace(self._options, reserve=reserve, reserved_with=self._needed_with)
         machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]

@@ -150,6 +150,8 @@ class PlanOptions:
         activation_share: share of the device memory that others do not use, kept for activations
             while they are unknown (nothing on the host device).
         reserve: bytes measured instead: everything on the device but blocks and slots.
+        reserved_with: blocks that were paged when `reserve` was measured. Where gradients wait on
+            the device, those of more resident blocks come on top.
         slot_count: slots of the streaming ring; one is used when two do not fit.
         activation_offload, recompute: "auto", True, False, a fraction, or block indices (these
             for recompute only). They matter where the model's activations are known.
@@ -164,6 +166,7 @@ class PlanOptions:
     headroom: float = 0.10
     activation_share: float = 0.30
     reserve: int | None = None
+    reserved_with: tuple[int, ...] = ()
     slot_count: int = 2
     activation_offload: str | bool | float = "auto"
     recompute: str | bool | float | tuple[int, ...] = "auto"
