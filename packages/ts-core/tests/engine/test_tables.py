@@ -250,15 +250,17 @@ def test_a_run_that_needs_it_is_refused_when_it_cannot_be(monkeypatch: pytest.Mo
 def test_on_a_gpu_rows_come_from_host_memory() -> None:
     """Bit-equal to a table on the GPU, which holds none of its bytes; also read as a whole."""
 
-    def run(limit: str | None) -> tuple[TinyModel, TrainingRecord, int]:
+    def run(room: int | None) -> tuple[TinyModel, TrainingRecord, int]:
         model = untied(1024)
         model.embed = nn.Embedding(40_000, 1024).requires_grad_(False)
         torch.manual_seed(1)
         nn.init.normal_(model.embed.weight)
         trained = [p for p in model.parameters() if p.requires_grad]
-        options: dict[str, Any] = {} if limit is None else {"vram_limit": limit}
         torch.cuda.empty_cache()
         held = torch.cuda.memory_allocated()
+        options: dict[str, Any] = {}
+        if room is not None:  # beside what the process holds already
+            options = {"vram_limit": held + room, "vram_headroom": 0.1 * room / (held + room)}
         model, optimizer = wrap(
             model, torch.optim.AdamW(trained, lr=1e-3), device="cuda", quantize="none", **options
         )
@@ -267,7 +269,7 @@ def test_on_a_gpu_rows_come_from_host_memory() -> None:
 
     kept, expected, all_of_it = run(None)
     assert memory_report(kept)["params"]["table_bytes"] == 0
-    model, record, less = run("200MiB")
+    model, record, less = run(200 << 20)
     size = 40_000 * 1024 * 4
     table = model.embed.weight
     assert memory_report(model)["params"]["table_bytes"] == size and table.is_cuda
