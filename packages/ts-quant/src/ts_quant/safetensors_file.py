@@ -205,14 +205,14 @@ def read_tensor(entry: Entry) -> Tensor:
             state = _state(stream)
     except OSError as error:
         raise CheckpointError(f"{entry.file}: {entry.name!r} cannot be read: {error}") from error
-    if count != entry.size_bytes:
-        raise CheckpointError(
-            f"{entry.file} ended after {count} of the {entry.size_bytes} bytes of {entry.name!r}"
-        )
     if state != entry.state:
         raise CheckpointError(
             f"{entry.file} was replaced or written after its header was read, so {entry.name!r} "
             f"may be another file's bytes. Read it again, once nothing writes it"
+        )
+    if count != entry.size_bytes:
+        raise CheckpointError(
+            f"{entry.file} ended after {count} of the {entry.size_bytes} bytes of {entry.name!r}"
         )
     flat = torch.frombuffer(data, dtype=torch.uint8)
     return flat.view(entry.dtype).reshape(entry.shape)
