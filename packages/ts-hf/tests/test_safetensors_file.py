@@ -67,6 +67,29 @@ def test_file_that_shrinks_while_being_read(tmp_path: Path) -> None:
         read_tensor(entry)
 
 
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """A header's offsets are not used for another file's bytes."""
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, file)
+    entries = read_header(file)
+    assert torch.equal(read_tensor(entries["a"]), torch.zeros(4))
+    save_file({"c": torch.ones(4), "d": torch.ones(4)}, tmp_path / "y.safetensors")
+    (tmp_path / "y.safetensors").replace(file)
+    with pytest.raises(DataError, match=r"x\.safetensors was replaced .*'b'"):
+        read_tensor(entries["b"])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_tensors_are_on_the_cpu_whatever_the_default_device(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file({"a": torch.ones(shape)}, file)
+    with torch.device("meta"):
+        found = read_tensor(read_header(file)["a"])
+    assert torch.equal(found, torch.ones(shape))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor's bytes are: `size_bytes` bytes from `offset` on in `file`."""
+    """Where one tensor's bytes are: `size_bytes` bytes from `offset` on in `file`.
+
+    `state` is that of the file when its header was read (`file_state`).
+    """
 
     name: str
     file: Path
@@ -56,6 +60,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
     size_bytes: int
+    state: tuple[int, ...] = ()
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -66,8 +71,9 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             is inconsistent; the message names the file and, where there is one, the tensor.
     """
     try:
-        total = file.stat().st_size
         with file.open("rb") as stream:
+            state = file_state(stream)
+            total = state[0]
             prefix = stream.read(8)
             if len(prefix) < 8:
                 raise DataError(
@@ -96,7 +102,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise DataError(f"{file} has a header that is not a JSON object. Fetch it again.")
     data_start, data_bytes = 8 + length, total - 8 - length
     entries = {
-        name: _entry(file, name, fields, data_start, data_bytes)
+        name: _entry(file, name, fields, data_start, data_bytes, state)
         for name, fields in header.items()
         if name != "__metadata__"
     }
@@ -131,7 +137,20 @@ def _check_coverage(
         )
 
 
-def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int) -> TensorEntry:
+def file_state(stream: IO[bytes]) -> tuple[int, ...]:
+    """Size, place and time of an open file: another one, or other contents, have another state."""
+    found = os.fstat(stream.fileno())
+    return found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns
+
+
+def _entry(
+    file: Path,
+    name: str,
+    fields: Any,
+    data_start: int,
+    data_bytes: int,
+    state: tuple[int, ...],
+) -> TensorEntry:
     try:
         code, shape = fields["dtype"], _shape(fields["shape"])
         begin, end = (_size(offset) for offset in fields["data_offsets"])
@@ -157,7 +176,7 @@ def _entry(file: Path, name: str, fields: Any, data_start: int, data_bytes: int)
             f"{count * dtype.itemsize} bytes, but its header entry gives {end - begin}. "
             f"The file is damaged: fetch it again."
         )
-    return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin)
+    return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin, state)
 
 
 def _shape(values: Any) -> tuple[int, ...]:
@@ -182,7 +201,7 @@ def read_tensor(entry: TensorEntry) -> Tensor:
     Raises:
         DataError: the bytes cannot be read; names file and tensor.
     """
-    data = torch.empty(entry.size_bytes, dtype=torch.uint8)
+    data = torch.empty(entry.size_bytes, dtype=torch.uint8, device="cpu")
     view = memoryview(data.numpy().data)
     done = 0
     try:
@@ -196,8 +215,14 @@ def read_tensor(entry: TensorEntry) -> Tensor:
                         f"tensor {entry.name!r}. It changed or was truncated while being read."
                     )
                 done += count
+            if file_state(stream) != entry.state:
+                raise DataError(
+                    f"{entry.file} was replaced or written after its header was read, so "
+                    f"{entry.name!r} may be another file's bytes. Load it again, once nothing "
+                    f"writes it."
+                )
     except OSError as error:
         raise DataError(f"{entry.file}: tensor {entry.name!r} cannot be read: {error}.") from error
     if entry.size_bytes == 0:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     return data.view(entry.dtype).reshape(entry.shape)

@@ -100,8 +100,8 @@ def stored_checkpoint(checkpoint: Checkpoint, config: Any) -> tuple[Checkpoint, 
             shape,
             first.offset,
             sum(entry.size_bytes for entry in parts.values()),
-            weight,
-            parts,
+            weight=weight,
+            parts=parts,
         )
     return replace(checkpoint, tensors=kept), plan
 
