@@ -17,6 +17,10 @@ GPU0 = torch.device("cuda", 0)
 
 
 class FakeStream:
+    """As torch.cuda.Stream: attributes may be set, and weak references are of no use."""
+
+    __slots__ = ("__dict__",)
+
     def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
 
@@ -50,8 +54,33 @@ def test_streams_of_torch_never_come_again_among_them() -> None:
     ours = [own_stream(GPU0) for _ in range(40)]
     assert len({stream.cuda_stream for stream in ours}) == 40
     assert theirs.isdisjoint(stream.cuda_stream for stream in ours)
-    handle = ours.pop().cuda_stream
-    assert own_stream(GPU0).cuda_stream == handle
+    freed = {stream.cuda_stream for stream in ours}
+    ours.clear()
+    gc.collect()
+    again = [own_stream(GPU0) for _ in range(40)]
+    assert {stream.cuda_stream for stream in again} == freed
+
+
+@pytest.mark.gpu
+def test_a_process_that_used_them_ends_in_order(run_python: Any) -> None:
+    run_python(
+        """
+import torch
+from ts_core.device.own_streams import own_stream
+
+device = torch.device("cuda", 0)
+handles = set()
+for _ in range(500):
+    streams = [own_stream(device) for _ in range(3)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.zeros(8, device=device).add_(1)
+        stream.synchronize()
+        handles.add(stream.cuda_stream)
+    del stream, streams
+assert len(handles) <= 4, len(handles)
+"""
+    )
 
 
 @pytest.mark.gpu

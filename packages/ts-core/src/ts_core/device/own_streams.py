@@ -23,6 +23,14 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no waiting for the legacy stream, e
 _FREE: dict[tuple[int, str], deque[int]] = defaultdict(deque)
 
 
+class _Lease:
+    """Lies in a stream's attributes, and goes with it.
+
+    Not the stream itself is watched: torch (2.11 among others) frees a torch.cuda.Stream without
+    clearing the weak references to it, which then never call back and point at freed memory.
+    """
+
+
 def own_stream(device: torch.device, role: str = "copies") -> torch.cuda.Stream:
     """A stream of its own for as long as the object lives.
 
@@ -41,7 +49,9 @@ def own_stream(device: torch.device, role: str = "copies") -> torch.cuda.Stream:
     if handle is None:
         return torch.cuda.Stream(device)
     stream = _wrap(handle, index)
-    weakref.finalize(stream, _give_back, index, role, handle)
+    lease = _Lease()
+    weakref.finalize(lease, _give_back, index, role, handle).atexit = False
+    stream.trainstream_lease = lease  # type: ignore[attr-defined]
     return stream
 
 
