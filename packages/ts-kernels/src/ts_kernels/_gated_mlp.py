@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ts_kernels._backend import on_device_of, runs_eagerly, use_triton
 from ts_kernels._library import define_op, not_twice_differentiable
+from ts_kernels._recipes import note
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 _BLOCK = 2048
@@ -58,7 +60,7 @@ def gated_mlp(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
         if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
             apply: Any = _EagerGatedMLP.apply
             out: Tensor = apply(gate, up, gelu)
-            return out
+            return note(out, functools.partial(_forward, gelu=gelu), gate, up)
         return _forward(gate, up, gelu)
     out = torch.ops.ts_kernels.gated_mlp(gate, up, gelu)
     return out

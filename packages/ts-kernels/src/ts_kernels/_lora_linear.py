@@ -15,6 +15,7 @@ from ts_kernels._heads import is_plain, settled
 from ts_kernels._library import define_op, not_twice_differentiable
 from ts_kernels._lora_math import Adapter, add_update_, gradients, uses_split
 from ts_kernels._precision import cast, compute_dtype, without_autocast
+from ts_kernels._recipes import Recipe, kept_for, made_again, recipe_of
 
 
 class Dtypes(NamedTuple):
@@ -92,7 +93,7 @@ def lora_linear(
         if not _differentiates(*small, weight):
             return _forward(*args)[0]
         apply: Any = _EagerLoraLinear.apply
-        y = apply(*args)
+        y = apply(recipe_of(x), *args)
         return y
     if not eager or trained:
         return reference.lora_linear(x, weight, lora_a, lora_b, scaling, bias)
@@ -103,7 +104,7 @@ def lora_linear(
             _add(y, x, Adapter(lora_a, lora_b, float(scaling), adapter_dtype))
         return y
     apply = _SubclassLoraLinear.apply
-    y = apply(x, weight, bias, lora_a, lora_b, float(scaling), adapter_dtype)
+    y = apply(recipe_of(x), x, weight, bias, lora_a, lora_b, float(scaling), adapter_dtype)
     return y
 
 
@@ -294,23 +295,25 @@ class _EagerLoraLinear(torch.autograd.Function):
     """The operator's implementation and autograd, called without torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, recipe: Recipe | None, *args: Any) -> Tensor:
         x, weight, bias, a, b, *ctx.options = args
         y, t = _forward(*args)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, weight, a, b, t)
+        ctx.make = None if recipe is None else recipe.make
+        ctx.save_for_backward(weight, a, b, t, *kept_for(x, recipe))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or not runs_eagerly(grads[0]):
-            return _autograd(ctx, grads[0], None)  # its operator refuses a second derivative
-        wanted = ctx.needs_input_grad[:5]
+        wanted = ctx.needs_input_grad[1:6]
         dtype = ctx.bias_dtype or grads[0].dtype
-        x, weight, a, b, t = ctx.saved_tensors
-        scaling, base, adapter = ctx.options
-        results = _backward(grads[0], x, weight, a, b, t, scaling, base, adapter, dtype, wanted)
-        return _picked(wanted, results)
+        weight, a, b, t, *kept = ctx.saved_tensors
+        backward: Any = _backward
+        if torch.is_grad_enabled() or not runs_eagerly(grads[0]):
+            backward = torch.ops.ts_kernels.lora_linear_backward  # it refuses a second derivative
+        x = made_again(kept, ctx.make)
+        results = backward(grads[0], x, weight, a, b, t, *ctx.options, dtype, wanted)
+        return None, *_picked(wanted, results)
 
 
 class _SubclassLoraLinear(torch.autograd.Function):
@@ -319,6 +322,7 @@ class _SubclassLoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        recipe: Recipe | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -327,13 +331,14 @@ class _SubclassLoraLinear(torch.autograd.Function):
         scaling: float,
         adapter_dtype: torch.dtype,
     ) -> Tensor:
-        ctx.base = SubclassBase(weight, ctx.needs_input_grad[0])
+        ctx.base = SubclassBase(weight, ctx.needs_input_grad[1])
         y: Tensor = ctx.base.forward(x, bias).contiguous()
         with without_autocast(x):
             t = _add(y, x, Adapter(a, b, scaling, adapter_dtype))
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.scaling, ctx.adapter_dtype = scaling, adapter_dtype
-        ctx.save_for_backward(x, a, b, t)
+        ctx.make = None if recipe is None else recipe.make
+        ctx.save_for_backward(a, b, t, *kept_for(x, recipe))
         return y
 
     @staticmethod
@@ -344,14 +349,16 @@ class _SubclassLoraLinear(torch.autograd.Function):
 
 
 def _subclass_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    x, a, b, t = ctx.saved_tensors
-    want_x, _, want_bias, want_a, want_b = ctx.needs_input_grad[:5]
-    with without_autocast(x):
+    a, b, t, *kept = ctx.saved_tensors
+    want_x, _, want_bias, want_a, want_b = ctx.needs_input_grad[1:6]
+    with without_autocast(a):
+        x = made_again(kept, ctx.make)
         dy2 = _rows(grads[0])
         base_dx = ctx.base.input_grad(grads[0]) if want_x else None
         adapter = Adapter(a, b, ctx.scaling, ctx.adapter_dtype)
         found = gradients(dy2, cast(_rows(x), dy2.dtype), t, adapter, base_dx, want_a, want_b)
         return (
+            None,
             None if found.x is None else found.x.view(x.shape).to(x.dtype),
             None,
             _sum_rows(dy2, ctx.bias_dtype) if want_bias else None,

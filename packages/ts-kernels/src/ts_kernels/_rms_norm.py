@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ts_kernels import _rms_norm_launch as launch
 from ts_kernels._backend import runs_eagerly
 from ts_kernels._library import define_op, not_twice_differentiable
+from ts_kernels._recipes import note
 from ts_kernels._rms_norm_launch import Form
 
 
@@ -55,11 +57,16 @@ def rms_norm(
     if not torch.compiler.is_compiling() and runs_eagerly(x, weight):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
             apply: Any = _EagerRMSNorm.apply
-            y: Tensor = apply(x, weight, Form(eps, offset, round_first))
-            return y
+            form = Form(eps, offset, round_first)
+            y: Tensor = apply(x, weight, form)
+            return note(y, functools.partial(_normed, form=form), x, weight)
         return launch.forward(x, None, weight, Form(eps, offset, round_first)).y
     y = torch.ops.ts_kernels.rms_norm(x, weight, eps, offset, round_first)[0]
     return y
+
+
+def _normed(x: Tensor, weight: Tensor, form: Form) -> Tensor:
+    return launch.forward(x, None, weight, form).y
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:
