@@ -444,3 +444,26 @@ def test_values_written_before_the_state_moves_count() -> None:
             optimizer.make_resident()
         steps(model, optimizer, range(2, 4))
     assert distance(*models) == 0.0
+
+
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_the_norm_of_the_step_that_moved_the_state_is_still_told(factor: float) -> None:
+    """`offload="auto"` moves it inside step(), before anybody has asked for that step's norm."""
+    model = Adapters()
+    optimizer = OffloadAdamW(model.groups(), lr=1e-3, max_grad_norm=1.0)
+    (model.loss(0) * factor).backward()
+    grads = [factors(tuple(p.shape), k) * 1e-2 * factor for k, p in enumerate([*model.small])]
+    grads.append(factors(tuple(model.large.shape), len(grads)) * 1e-2 * factor)
+    expected = float(torch.cat([grad.flatten() for grad in grads]).double().norm())
+    optimizer.after_step = optimizer.make_resident
+    optimizer.step()
+    assert optimizer.resident
+    pending = optimizer.pending_grad_norm
+    assert pending is not None and pending() == optimizer.last_grad_norm
+    assert pending() == pytest.approx(expected)
+    optimizer.zero_grad()
+    (model.loss(1) * 0.5).backward()
+    optimizer.step()
+    later = optimizer.pending_grad_norm
+    assert later is not None and later() == pytest.approx(optimizer.last_grad_norm)
+    assert later() != pending() and pending() == pytest.approx(expected)

@@ -387,6 +387,7 @@ class OffloadAdamW(ShownOptimizer):
             if self._resident.take_in(self.param_groups, updates.storage.layouts):
                 self._show_resident()
             updates.steps += 1
+            updates.norm = None  # of a step before the state was moved
             self._resident_norm = self._resident.step(
                 self.param_groups, self.step_options, updates.steps
             )

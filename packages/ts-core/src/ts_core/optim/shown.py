@@ -62,8 +62,8 @@ class ShownOptimizer(RefusingOptimizer):
 
         Waits for it, if it is still being measured.
         """
-        if self._resident is None:
-            verdict = self._updates.norm
+        verdict = self._updates.norm
+        if self._resident is None or verdict is not None:  # of the step before the state moved
             return None if verdict is None else verdict.result().norm
         self._resident.reports.flush()
         if isinstance(self._resident_norm, torch.Tensor):
@@ -77,8 +77,8 @@ class ShownOptimizer(RefusingOptimizer):
         Called, it waits until that norm has been measured, and for nothing queued after it. So a
         loop that calls it a step later learns of every norm, and the device never runs dry for it.
         """
-        if self._resident is None:
-            verdict = self._updates.norm
+        verdict = self._updates.norm
+        if self._resident is None or verdict is not None:
             return None if verdict is None else partial(_norm_of, verdict)
         report = self._resident.report
         return None if report is None else partial(self._resident.reports.wait, report)
