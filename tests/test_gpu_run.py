@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-MODULES = ("gpu_tests", "gpu_work", "gpu_stages")
+MODULES = ("gpu_tests", "gpu_work", "gpu_stages", "gpu_run")
 
 FILE = """
 import pytest
@@ -109,6 +109,15 @@ def test_a_script_that_hangs_or_fails_leaves_its_output(tmp_path, tools) -> None
     assert f"{first}\n[timed out (3 s)]" in (tmp_path / "log.txt").read_text()
     runner.deadline = time.monotonic()
     assert runner.run([sys.executable, "-c", ""], 60) == ("no time left", "")
+
+
+def test_deepspeed_is_named_and_not_on_the_path(tmp_path, tools, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "others")
+    (tmp_path / "deepspeed" / "deepspeed").mkdir(parents=True)
+    env = tools["gpu_run"]._environment(tmp_path)
+    assert env["TS_BENCH_DEEPSPEED"] == str(tmp_path / "deepspeed")
+    path = env["PYTHONPATH"].split(os.pathsep)
+    assert path == [str(tmp_path / "link"), str(tmp_path / "packages"), str(TOOLS), "others"]
 
 
 def test_scripts_of_stages_are_there() -> None:

@@ -129,8 +129,7 @@ def _stage(text: str) -> tuple[str, float]:
 
 
 def _environment(site: Path) -> dict[str, str]:
-    path = [str(site / "link"), str(site / "packages"), str(site / "deepspeed")]
-    path += [str(Path(__file__).resolve().parent)]
+    path = [str(site / "link"), str(site / "packages"), str(Path(__file__).resolve().parent)]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     return {
@@ -140,6 +139,7 @@ def _environment(site: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TRAINSTREAM_CACHE_DIR": str(site / "cache"),
         "TORCH_EXTENSIONS_DIR": str(site / "extensions"),
+        "TS_BENCH_DEEPSPEED": str(site / "deepspeed"),
         "TS_BENCH_TRAINSTREAM_041": str(site / "trainstream-0.4.1"),
         "TS_BENCH_CHECKPOINTS": str(site / "checkpoints"),
         "HF_HUB_OFFLINE": "1",

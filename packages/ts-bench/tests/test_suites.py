@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ts_bench import records
+from ts_bench import adam_updates, records
 from ts_bench.activity import COPY, KERNEL, Span, covered, summarize
 from ts_bench.cli import main
 from ts_bench.engines import get_engine, parse_spec, split_specs
@@ -193,11 +193,32 @@ def test_rivals_that_are_absent_say_what_they_need(monkeypatch) -> None:
     monkeypatch.setattr("ts_core.registry.bench_engines", Registry("trainstream.bench_engines"))
     monkeypatch.delenv("TS_BENCH_TRAINSTREAM_041", raising=False)
     monkeypatch.setattr("ts_bench.engines.unsloth.find_spec", lambda name: None)
-    monkeypatch.setattr("ts_bench.engines.deepspeed.find_spec", lambda name: None)
+    monkeypatch.delenv("TS_BENCH_DEEPSPEED", raising=False)
+    monkeypatch.setattr("ts_bench.deepspeed_folder.find_spec", lambda name: None)
     for name in ("unsloth", "deepspeed-zero2", "deepspeed-zero3", "trainstream-0.4.1"):
         told = get_engine(name).available()
         assert told is not None
         assert "pip install" in told
+
+
+def test_a_folder_of_deepspeed_is_on_the_path_only_of_who_uses_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("ts_bench.deepspeed_folder.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setenv("TS_BENCH_DEEPSPEED", str(tmp_path))
+    engine = get_engine("deepspeed-zero2")
+    assert engine.available() is not None  # nothing in it yet
+    (tmp_path / "deepspeed" / "ops").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "__init__.py").write_text("")
+    assert engine.available() is None
+    assert str(tmp_path) not in sys.path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "deepspeed" / "ops" / "__init__.py").write_text("")
+    (tmp_path / "deepspeed" / "ops" / "adam.py").write_text("raise ImportError('as written')")
+    assert "as written" in str(adam_updates.deepspeed(10))
+    assert sys.path[0] == str(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
 
 
 def test_checkpoint_for_unsloth_is_one_that_transformers_reads(tmp_path, monkeypatch) -> None:

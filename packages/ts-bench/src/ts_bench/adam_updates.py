@@ -8,6 +8,7 @@ from importlib import import_module
 
 import torch
 
+from ts_bench.deepspeed_folder import use_deepspeed_folder
 from ts_core import _native
 from ts_core._native_stream import stream_memory
 
@@ -153,6 +154,7 @@ def deepspeed(count: int) -> Update | str:
     DeepSpeed compiles it on first use, with g++ and ninja. Its threads are those of an OpenMP
     library of its own: set OMP_NUM_THREADS to change their number.
     """
+    use_deepspeed_folder()
     try:
         adam = import_module("deepspeed.ops.adam")
     except ImportError as error:

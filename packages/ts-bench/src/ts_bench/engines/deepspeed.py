@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ts_bench.deepspeed_folder import FOLDER, deepspeed_is_there, use_deepspeed_folder
 from ts_bench.engines import API_VERSION, UnsupportedError
 from ts_bench.engines.stock import CHECKPOINTING, VARIANTS
 from ts_bench.scenarios import Scenario
@@ -47,9 +47,9 @@ class DeepSpeedEngine:
 
     def available(self) -> str | None:
         """None, or what is missing."""
-        if find_spec("deepspeed") is None:
-            return "needs deepspeed: pip install deepspeed"
-        return None
+        if deepspeed_is_there():
+            return None
+        return f"needs deepspeed: pip install deepspeed, or {FOLDER} naming a folder with it"
 
     def prepare(self, scenario: Scenario, device: torch.device, variant: str) -> DeepSpeedStep:
         """See `ts_bench.engines.Engine.prepare`."""
@@ -57,6 +57,7 @@ class DeepSpeedEngine:
             raise UnsupportedError(f"{self.name} is compared on full fine-tunes")
         os.environ["DS_ACCELERATOR"] = device.type
         _one_process(device)
+        use_deepspeed_folder()
         use_built_adam()
         deepspeed: Any = __import__("deepspeed")
         model = build_model(scenario, device, torch.bfloat16)
@@ -165,6 +166,7 @@ def use_built_adam() -> bool:
 def build() -> None:
     """Compile CPUAdam for the host alone: `python -m ts_bench.engines.deepspeed`."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    use_deepspeed_folder()
     builders: Any = __import__("deepspeed.ops.op_builder", fromlist=["CPUAdamBuilder"])
     print(builders.CPUAdamBuilder().load())
 
