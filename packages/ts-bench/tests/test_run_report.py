@@ -15,9 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
+from matplotlib.colors import to_rgba
 
 from ts_bench.runs.command import command
-from ts_bench.runs.figures import DARK, LIGHT, MOST_POINTS, smoothed, thinned
+from ts_bench.runs.figures import DARK, LIGHT, MOST_POINTS, draw_blocks, smoothed, thinned
 from ts_bench.runs.page import render
 from ts_bench.runs.reading import FINISHED, RUNNING, STOPPED, read_run, read_runs
 from ts_bench.runs.series import blocks, plots
@@ -299,6 +300,18 @@ def test_thinning_keeps_the_peaks() -> None:
 def test_smoothing_of_a_constant_is_that_constant() -> None:
     assert smoothed([3.0] * 5, 10) == pytest.approx([3.0] * 5)
     assert smoothed([1.0, 3.0], 3) == pytest.approx([1.0, (0.5 * 1 + 1 * 3) / 1.5])
+
+
+def test_a_picture_of_blocks_says_what_its_colours_mean() -> None:
+    rows = [("a", [(1.0, 0), (1.0, 2)]), ("b", [(1.0, 0)])]
+    names = ["stays on the device", "streams", "on disk"]
+    (legend,) = draw_blocks(rows, names, LIGHT, legend=True).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["stays on the device", "on disk"]
+    assert [patch.get_facecolor() for patch in legend.get_patches()] == [
+        to_rgba(LIGHT.series[0]),
+        to_rgba(LIGHT.series[2]),
+    ]
+    assert not draw_blocks(rows, names, LIGHT).legends  # the page has one of its own
 
 
 def test_the_command(

@@ -92,7 +92,7 @@ def write_pictures(folders: Sequence[Path], target: Path) -> list[Path]:
         drawn = [(plot.key, draw(plot, theme)) for plot in plots(runs)]
         rows, names = blocks(runs)
         if rows:
-            drawn.append(("blocks", draw_blocks(rows, names, theme)))
+            drawn.append(("blocks", draw_blocks(rows, names, theme, legend=True)))
         for key, figure in drawn:
             figure.patch.set(facecolor=theme.paper, alpha=1)
             file = target / f"{key}{ending}.png"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 MOST_POINTS = 1500
@@ -176,7 +177,11 @@ def _dress(figure: Figure, axes: Any, theme: Theme, title: str) -> None:
 
 
 def draw_blocks(
-    rows: Sequence[tuple[str, Sequence[tuple[float, int]]]], names: Sequence[str], theme: Theme
+    rows: Sequence[tuple[str, Sequence[tuple[float, int]]]],
+    names: Sequence[str],
+    theme: Theme,
+    *,
+    legend: bool = False,
 ) -> Figure:
     """Where each block lives: a bar per block, as high as its bytes, in the colour of its place.
 
@@ -184,6 +189,7 @@ def draw_blocks(
         rows: per run its name and (MiB, index of the place among `names`) of each block.
         names: the places, in words.
         theme: colours.
+        legend: whether to say what the colours mean (the page does, beside the picture).
     """
     figure = Figure(figsize=(2 * _WIDTH + 0.4, 0.75 + 0.95 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
@@ -205,6 +211,17 @@ def draw_blocks(
         axes.set_ylabel("MiB", fontsize=8, color=theme.muted)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[-1].set_xlabel("block", fontsize=8, color=theme.muted)
+    if legend:
+        used = sorted({place for _, blocks in rows for _, place in blocks})
+        figure.legend(
+            handles=[Patch(color=theme.series[i % len(theme.series)]) for i in used],
+            labels=[names[i] for i in used],
+            loc="outside upper right",
+            ncols=len(used),
+            fontsize=7.5,
+            frameon=False,
+            labelcolor=theme.ink,
+        )
     return figure
 
 
