@@ -73,12 +73,13 @@ def test_unknown_name_lists_installed_ones_and_the_install_line() -> None:
     message = str(caught.value)
     assert "codec 'nf5'" in message
     assert "installed: int8, nf4" in message
+    assert "Did you mean 'nf4'? If not, add the package" in message
     assert "pip install 'ts-quant>=0.8,<0.9'" in message
     assert isinstance(caught.value, LookupError)
 
 
 def test_unknown_name_with_nothing_installed_says_none() -> None:
-    with pytest.raises(errors.UnknownPluginError, match="installed: none"):
+    with pytest.raises(errors.UnknownPluginError, match=r"installed: none\)\. Add the package"):
         _registry().get("nf4")
 
 

@@ -486,7 +486,7 @@ def test_a_page_where_it_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = said.getvalue()
     assert f"report: {tmp_path}/a [b]/page.html\n" in lines
     words = " ".join(lines.split())
-    assert "no report: it is no run" in words and "pip install ts-bench" in words
+    assert "no report: it is no run" in words and "pip install 'ts-bench>=0.8,<0.9'" in words
 
 
 def test_device_and_dtype() -> None:

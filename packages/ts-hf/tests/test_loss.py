@@ -324,4 +324,4 @@ def test_without_the_kernel_it_says_so(
     chunked = ChunkedLoss(4, said.append)
     assert not chunked.applies(model, _batch())
     assert not chunked.applies(model, _batch())
-    assert len(said) == 1 and "pip install ts-kernels" in said[0]  # once, not per batch
+    assert len(said) == 1 and "pip install 'ts-kernels>=0.8,<0.9'" in said[0]  # once, not per batch

@@ -7,6 +7,7 @@ for those who use it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -82,9 +83,11 @@ class Registry:
         found = [entry for entry in self._find(self.group) if entry.name == name]
         if not found:
             listed = ", ".join(self.names()) or "none"
+            near = difflib.get_close_matches(name, self.names(), 1)
+            hint = f"Did you mean {near[0]!r}? If not, add" if near else "Add"
             raise UnknownPluginError(
                 f"no installed package offers the {noun} {name!r} (installed: {listed}). "
-                f"Add the package that does; for trainstream's own: "
+                f"{hint} the package that does; for trainstream's own: "
                 f"pip install '{self.info.usual_package}>=0.8,<0.9'"
             )
         if len(found) > 1:

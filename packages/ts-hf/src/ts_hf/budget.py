@@ -172,7 +172,7 @@ def _automatic(
             f"{name} {format_bytes(sizes.total_bytes(name, options))}" for name in order
         )
     elif sizes.mostly_linear:
-        tried = "no codec is installed: pip install ts-quant"
+        tried = "no codec is installed: pip install 'ts-quant>=0.8,<0.9'"
     else:
         tried = f"quantization does not help: {sizes.not_reached()}"
     raise OutOfBudgetError(

@@ -82,7 +82,7 @@ def _open(file: Path) -> Any:
         from gguf import GGUFReader
     except ImportError as error:
         raise DataError(
-            "reading a GGUF file needs the gguf package: pip install 'ts-hf[demo]'"
+            "reading a GGUF file needs the gguf package: pip install 'gguf>=0.17'"
         ) from error
     try:
         return GGUFReader(file)

@@ -56,7 +56,7 @@ class HeadCheck:
             kernel: name of the installed kernel that is to be used.
         """
         if not kernels.has(kernel):
-            return "the chunked kernel is not installed (pip install ts-kernels)"
+            return "the chunked kernel is not installed (pip install 'ts-kernels>=0.8,<0.9')"
         weights = head_weights(model)
         if isinstance(weights, str):
             return weights

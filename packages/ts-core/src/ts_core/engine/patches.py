@@ -45,7 +45,7 @@ def patches_chosen(
         elif device.kind != "cuda":
             why = "as there is no GPU"
         elif not kernels.has(plugin):
-            why = "as ts-kernels is not installed (pip install ts-kernels)"
+            why = "as ts-kernels is not installed (pip install 'ts-kernels>=0.8,<0.9')"
         else:
             found.append(kernels.get(plugin))
             continue

@@ -26,8 +26,8 @@ def render(tokenizer: Any, messages: list[Message], *, to_answer: bool = False) 
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RecordError(
-            "a conversation, but the model's tokenizer has no chat template. Use 'text', or "
-            "'prompt' and 'completion' with texts"
+            "a conversation, but the model's tokenizer has no chat template. Give a 'tokenizer' "
+            "that has one, or use 'text', or 'prompt' and 'completion' with texts"
         )
     try:
         text: str = tokenizer.apply_chat_template(

@@ -94,7 +94,10 @@ def write_page(output: Path, console: Console) -> None:
     from ts_core.registry import commands
 
     if not commands.has("report"):
-        console.print("for a page with plots: pip install ts-bench, then trainstream report")
+        console.print(
+            f"for a page with plots: pip install 'ts-bench>=0.8,<0.9', then "
+            f"trainstream report {output}"
+        )
         return
     try:
         page = commands.get("report").write([output])

@@ -171,7 +171,7 @@ def add_lora(config: FinetuneConfig, model: Any) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise NotAvailableError(
-            f"method={config.method!r} needs the peft package: pip install 'ts-hf[lora]'"
+            f"method={config.method!r} needs the peft package: pip install 'peft>=0.17'"
         ) from error
     targets: Any = list(config.lora_targets)
     if targets == ["all-linear"]:
