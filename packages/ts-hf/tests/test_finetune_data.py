@@ -571,7 +571,10 @@ def test_the_rows_of_a_part_say_of_how_many(
     assert lines[0].startswith(
         f"20 of {201 - held_out} rows to train on (140 tokens), 4 of {held_out}"
     )
-    assert lines[1].startswith("steps=10 of 2 rows") and "epochs=1 reads all" in lines[1]
+    assert (
+        lines[1].startswith("only as much is read as 10 steps of 2 rows need")
+        and "epochs=1 reads all" in lines[1]
+    )
     train, lines = told(source, epochs=1.0)
     assert lines[0].startswith(f"{201 - held_out} rows to train on") and len(lines) == 1
     packed, lines = told(source, steps=3, packing=True)

@@ -243,6 +243,11 @@ def test_evaluation_on_the_way_and_given_prompts(begin: Callable[..., FinetuneCo
         "user: hello<end>assistant: "
     ] * 2
     assert printed.count("sample before:") == printed.count("sample after:") == 1
+    assert "sample before: [user: hello<end>assistant: ] goes on: " in printed
+    shown = [line for line in printed.splitlines() if line.startswith("held-out loss at step")]
+    assert shown == [
+        f"held-out loss at step {line['step']}: {line['loss']:.4f}" for line in evals[1:]
+    ]
 
 
 @pytest.mark.parametrize("into", ["original", "dequantized"])

@@ -84,8 +84,8 @@ def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows, processes: in
     ]
     if train.of is not None:
         told.append(
-            f"steps={config.steps} of {rows_per_step(config, processes)} {what} read no more of "
-            f"the data than that; epochs=1 reads all of it"
+            f"only as much is read as {config.steps} steps of {rows_per_step(config, processes)} "
+            f"{what} need; epochs=1 reads all of it"
         )
     return [*told, *train.notes]
 

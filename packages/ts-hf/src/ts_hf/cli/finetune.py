@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ class FinetuneCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Run it; 0 when done, 130 when interrupted."""
+        # PEFT imports bitsandbytes where it is installed. A run uses nothing of it, so its warning
+        # that a CPU kernel of its own is missing would only puzzle.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         given = {
             name: value
             for name, value in vars(args).items()

@@ -88,12 +88,14 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         self._events_told = 0
         self._placement: dict[str, Any] = {}
         self._note = ""
+        self._in_training = False
         self.seconds = 0.0  # spent in steps, in this session
         self.tokens = 0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
+        self._in_training = True
         self._take_tokens()
         self.look(model, state.global_step)
         if self._console.is_terminal:
@@ -190,6 +192,8 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
         }
         seconds = (metrics or {}).get("eval_runtime")
         self._history.add("eval", state.global_step, seconds=seconds, **found)
+        if self._in_training and "loss" in found:
+            self._console.print(f"held-out loss at step {state.global_step}: {found['loss']:.4f}")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = f"{args.output_dir}/checkpoint-{state.global_step}"
@@ -200,6 +204,7 @@ class ProgressCallback(TrainerCallback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Stop drawing."""
+        self._in_training = False
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -125,6 +125,7 @@ def plot_run(history: History, file: Path) -> None:
                 ha="left" if first else "right",
                 color="tab:red",
             )
+    top.margins(y=0.12)  # room for the numbers beside the points
     top.set_ylabel("loss (nats per token)")
     top.legend()
     top.grid(alpha=0.3)
@@ -137,7 +138,9 @@ def plot_run(history: History, file: Path) -> None:
     ):
         step_values, values = history.series(name)
         if any(values):
-            bottom.plot(step_values, [value * 1e9 / 2**20 for value in values], label=label)
+            style = ":" if name == "ts_vram_alloc_gb" else "-"  # often equal to its peak
+            mebibytes = [value * 1e9 / 2**20 for value in values]
+            bottom.plot(step_values, mebibytes, style, label=label)
     bottom.set_yscale("log")
     bottom.set_ylabel("memory (MiB, log scale)")
     bottom.set_xlabel("step")

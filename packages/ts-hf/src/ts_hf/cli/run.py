@@ -44,6 +44,7 @@ from ts_hf.sizes import format_bytes
 from ts_hf.training.checkpointing import last_checkpoint
 
 INTERRUPTED = 130
+_PROMPT_SHOWN = 80  # characters of a sample's beginning, on the screen
 _PACKAGES = ("torch", "transformers", "peft", "ts-core", "ts-hf", "ts-quant", "ts-kernels")
 
 
@@ -314,8 +315,12 @@ class _Run:
             trainer.model, tokenizer, prompts, self.config.sample_tokens, device
         ):
             self.history.add("sample", step, when=when, prompt=sample.prompt, text=sample.text)
-            shown = sample.text.replace("\n", "\\n")
-            self.console.print(f"sample {when}: {shown}", markup=False, highlight=False)
+            given, made = (
+                text.replace("\n", "\\n") for text in (sample.prompt[-_PROMPT_SHOWN:], sample.text)
+            )
+            self.console.print(
+                f"sample {when}: [{given}] goes on: {made}", markup=False, highlight=False
+            )
 
     # -- ends --------------------------------------------------------------------------------
 
