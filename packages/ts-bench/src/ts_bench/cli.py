@@ -248,8 +248,9 @@ def _list(args: argparse.Namespace) -> int:
     from ts_core.registry import bench_engines
 
     print("scenarios:")
+    width = max(map(len, SCENARIOS)) + 2
     for scenario in SCENARIOS.values():
-        print(f"  {scenario.name:28}{scenario.note}")
+        print(f"  {scenario.name:{width}}{scenario.note}")
     print("engines:")
     for name in bench_engines.names():
         try:
