@@ -72,11 +72,13 @@ class Turns:
     def __init__(self, device: Device, patience_s: float = PATIENCE_S) -> None:
         self._device = device
         self._patience_s = patience_s
-        self._changed = threading.Condition()
+        # Entered by itself: an interrupt inside the condition's own `with` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._holder: _Holder | None = None
         self._queue: deque[object] = deque()
         self._last: tuple[int, Stream] | None = None
-        self._inner = _NO_TASK
+        self._ends: set[int] = set()  # backwards whose end will be told
         self.before_forward: Callable[[], None] = _nothing
         self._process = os.getpid()
 
@@ -138,17 +140,13 @@ class Turns:
         if os.getpid() != self._process:
             return
         task = graph_task()
-        holder = self._take(task)
-        if holder.task != task:
-            new, self._inner = self._inner != task, task
-        else:
-            new, holder.depth = not holder.depth, 1
-        if new:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_AtEnd(self, holder if holder.task == task else None, at_end))
+        if task not in self._ends:  # asked for first, so that an interrupt leaves no turn behind
+            torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self, task, at_end))
+            self._ends.add(task)
+        self._take(task)
 
     def _take(self, task: int) -> _Holder:
-        with self._changed:
+        with self._lock:
             holder = self._holder
             if holder is not None and not holder.is_over() and holder.is_me(task):
                 holder.signs += 1
@@ -193,20 +191,29 @@ class Turns:
         return holder
 
     def _give_back(self, holder: _Holder) -> None:
-        with self._changed:
+        with self._lock:
             if self._holder is holder:
                 self._last = threading.get_ident(), self._device.compute_stream()
                 self._holder = None
                 self._changed.notify_all()
 
+    def _ended(self, task: int) -> None:
+        self._ends.discard(task)
+        holder = self._holder
+        if holder is not None and holder.task == task:
+            self._give_back(holder)
+
 
 class _AtEnd:
     """Autograd calls it at the end of a graph task, or drops it when the task has failed."""
 
-    def __init__(self, turns: Turns, holder: _Holder | None, at_end: Callable[[], None]) -> None:
+    _over_already = True  # until it is made: an interrupt may come before
+
+    def __init__(self, turns: Turns, task: int, at_end: Callable[[], None]) -> None:
         self._turns = turns
-        self._holder = holder
+        self._task = task
         self._at_end = at_end
+        self._over_already = False
 
     def __call__(self) -> None:
         try:
@@ -218,9 +225,9 @@ class _AtEnd:
         self._over()
 
     def _over(self) -> None:
-        if self._holder is not None:
-            self._turns._give_back(self._holder)
-            self._holder = None
+        if not self._over_already:
+            self._over_already = True
+            self._turns._ended(self._task)
 
 
 def _nothing() -> None:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device
 from ts_core.errors import OptionError, StateError
+from ts_core.interrupts import held_back
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim import checks, state
 from ts_core.optim.buckets import Bucket
@@ -348,10 +349,11 @@ class OffloadAdamW(ShownOptimizer):
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if param.grad is None or self._updates.group_of(param) is None:
             return
-        grad, param.grad = param.grad, None
-        if param not in self._updates.where:
-            self.build()
-        self._updates.take(param, grad)
+        with held_back:
+            grad, param.grad = param.grad, None
+            if param not in self._updates.where:
+                self.build()
+            self._updates.take(param, grad)
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -361,7 +363,8 @@ class OffloadAdamW(ShownOptimizer):
 
         Without clipping most of it has run during backward. With clipping the updates start once
         the norm is known, in the order of the last forward (the reverse of the order in which
-        gradients came). Neither order nor timing changes the values.
+        gradients came). Neither order nor timing changes the values. A signal that raises (Ctrl-C)
+        waits until all is queued; a second one does not.
 
         Args:
             closure: re-evaluates the model and returns the loss, as in torch.
@@ -373,7 +376,7 @@ class OffloadAdamW(ShownOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.alone():
+        with self.alone(), held_back:  # all of a step, or nothing
             self._step()
         return loss
 

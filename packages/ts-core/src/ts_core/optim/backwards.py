@@ -46,6 +46,8 @@ class BackwardWatch:
 class _End:
     """Called at the end of a pass; collected without a call when the pass raised."""
 
+    _called = True  # until it is made: an interrupt may come before
+
     def __init__(self, watch: weakref.ref[BackwardWatch], task: int) -> None:
         self._watch = watch
         self._task = task
