@@ -222,6 +222,36 @@ def test_gpu_tokens_and_logits_of_the_default_cache(
     assert cache.paged.stats()["stored_pages"] > 0
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("resident", [0, 2, 4])
+def test_a_long_context_with_one_attention_kernel(
+    device: str, resident: int, tiny_model: Callable[..., Any]
+) -> None:
+    """Bit for bit, wherever layers are, once views with gaps do not choose another kernel."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import DynamicCache
+
+    model = tiny_model("llama", attn_implementation="sdpa").to(device, torch.bfloat16)
+    context = 3000 if device == "cpu" else 65_000
+    ours = ts_hf.TrainStreamCache(model, context + 40, resident_layers=resident)
+    theirs = DynamicCache(config=model.config)
+    heads = model.config.num_key_value_heads
+    size = model.config.hidden_size // model.config.num_attention_heads
+    generator = torch.Generator().manual_seed(3)
+    for layer in range(model.config.num_hidden_layers):
+        shape = (2, 1, heads, context, size)
+        pair = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        ours.update(pair[0], pair[1], layer)
+        theirs.update(pair[0], pair[1], layer)
+    assert len(ours.paged.resident) == resident
+    inputs = {"input_ids": torch.ones(1, context + 1, dtype=torch.long, device=device)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = generate(model, inputs, theirs)
+        assert same(generate(model, inputs, ours), expected)
+    assert ours.get_seq_length() == context + 12
+
+
 @pytest.mark.gpu
 def test_gpu_with_paged_weights(tiny_model: Callable[..., Any], lora: Callable[..., Any]) -> None:
     model = lora(tiny_model("llama"))

@@ -19,7 +19,10 @@ class TrainStreamCache(Cache):  # type: ignore[misc]
     """A cache for `generate(past_key_values=...)` whose keys and values live in host memory.
 
     Tokens are those of transformers' own cache: greedy or sampled, any batch, left padding, several
-    prompts one after another, a prompt that goes on where the last one ended. Full attention only.
+    prompts one after another, a prompt that goes on where the last one ended. Keys and values are
+    the same bit for bit; those of resident layers lie in memory with gaps, for which torch may take
+    another attention kernel on a GPU (a faster one, at times), whose rounding decides otherwise
+    between tokens that are close. Full attention only.
     Call `reset()` before an unrelated prompt; a longer text than `max_tokens` raises `DataError`
     before anything is written.
 

@@ -92,7 +92,8 @@ class PagedKVCache:
 
         Returns:
             Keys [B, H, all tokens, K] and values [B, H, all tokens, V] on the device, valid until
-            the next `update`.
+            the next `update`. Contiguous where the layer is paged; a view of `max_tokens` tokens
+            where it is resident.
 
         Raises:
             DataError: more than `max_tokens` tokens, or another shape, dtype or device than before;
