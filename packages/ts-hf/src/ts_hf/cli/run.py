@@ -315,9 +315,9 @@ class _Run:
             trainer.model, tokenizer, prompts, self.config.sample_tokens, device
         ):
             self.history.add("sample", step, when=when, prompt=sample.prompt, text=sample.text)
-            given, made = (
-                text.replace("\n", "\\n") for text in (sample.prompt[-_PROMPT_SHOWN:], sample.text)
-            )
+            given = sample.prompt[-_PROMPT_SHOWN:]
+            given = given if given == sample.prompt else f"...{given}"
+            given, made = (text.replace("\n", "\\n") for text in (given, sample.text))
             self.console.print(
                 f"sample {when}: [{given}] goes on: {made}", markup=False, highlight=False
             )
