@@ -162,7 +162,11 @@ def test_constraints_pin_everything_exactly() -> None:
     assert {"torch", "triton", "transformers", "peft", "nox", "ruff", "mypy"} <= set(names)
 
 
-def test_only_the_warning_of_torchs_own_import_is_no_error() -> None:
+def test_only_the_warning_of_torchs_own_import_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # runpy warns of a module that is imported already, as it is after some other tests.
+    monkeypatch.delitem(sys.modules, "torch.utils.mkldnn", raising=False)
     runpy.run_module("torch.utils.mkldnn", run_name="imported_again")  # inductor imports it
     text = "`torch.jit.script_method` is deprecated."
     with pytest.raises(DeprecationWarning, match="script_method"):
