@@ -101,3 +101,43 @@ def test_blocks_are_recomputed_for_the_sake_of_state(monkeypatch: pytest.MonkeyP
     assert any("of room are for optimizer state" in line for line in events), "\n".join(events)
     assert memory_report(small)["activations"]["policy"].count("recompute") >= 2
     assert record.differences(little) == []
+
+
+class Crowded(Accelerator):
+    """A step takes what blocks, state and `other` take."""
+
+    other = 0
+    optimizer: Any = None
+
+    def memory(self) -> dict[str, int]:
+        state = 0 if self.optimizer is None else self.optimizer.state_on_device()
+        return {"allocated": 0, "reserved": 0, "peak_allocated": self.other + state}
+
+
+def test_split_state_leaves_before_blocks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that stream would only make room for more of it, step after step."""
+    device = Crowded()
+    device.limit = 1 << 20
+    monkeypatch.setattr(wrapping, "_device_for", lambda model, config: device)
+    monkeypatch.setattr("ts_core.optim.updates.measure_rates", lambda *_: Rates(1e3, 1e3))
+    model, optimizer = wrap(
+        tiny_model(4, full=True),
+        lr=1e-2,
+        quantize="none",
+        offload=True,
+        optimizer_mode="hybrid",
+        profile=False,
+        activation_offload=False,
+        recompute=False,
+        accumulation_steps=2,
+    )
+    device.optimizer = optimizer
+    train(model, optimizer, 4, accumulation=2)
+    session = model._trainstream_session
+    state = optimizer.state_on_device()
+    assert state > 0 and session.plan.paged == ()
+    device.other = int(0.9 * device.limit) - state // 2  # something grew
+    record = train(model, optimizer, 6, accumulation=2)
+    assert optimizer.state_on_device() <= state // 2
+    assert session.plan.paged == ()
+    assert all(loss.isfinite() for loss in record.losses)

@@ -131,6 +131,29 @@ def test_a_host_that_takes_longer_than_planned_gets_less() -> None:
     assert "host threads took" in lines[-1]
 
 
+def test_state_goes_back_when_a_step_took_too_much(lab: Any) -> None:
+    lines: list[str] = []
+    ours, theirs = lab.model(), lab.model()
+    optimizer = hybrid_on(ours.parameters(), Rates(4e9, 45e9), lines, lr=1e-2, chunk_elems=4096)
+    assert not optimizer.give_state_back(100)  # none is there
+    lab.run(ours, optimizer, 3)
+    here = optimizer.state_on_device()
+    assert here > 0
+    assert not optimizer.give_state_back(0) and optimizer.state_on_device() == here
+    assert optimizer.give_state_back(here // 2)
+    assert optimizer.state_on_device() <= here - here // 2
+    assert "took too much memory" in lines[-1]
+    room = optimizer._updates.room_bytes()
+    optimizer.leave_room_for(lambda: 1000)
+    assert optimizer._updates.room_bytes() == room - 1000
+    lab.run(ours, optimizer, 1)
+    optimizer.synchronize()
+    other = OffloadAdamW(theirs.parameters(), lr=1e-2)
+    lab.run(theirs, other, 3)
+    lab.run(theirs, other, 1)
+    assert lab.distance(ours, theirs) == 0.0
+
+
 @pytest.mark.parametrize("mode", ["auto", "hybrid", "gpu"])
 def test_wrap_takes_every_mode(lab: Any, mode: str) -> None:
     model, twin = lab.model(), lab.model()

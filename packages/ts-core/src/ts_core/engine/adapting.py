@@ -73,9 +73,17 @@ class PlacementAdapter:
         activations = session.activations
         if activations is not None and activations.measuring and session.device.separate_memory:
             return  # a probe's peak is for `share_room`
+        if not self.may_move():
+            return  # the first pass of an accumulation was such a probe
         self._seen = session.steps
         peak = session.device.memory()["peak_allocated"]
         apart = 0 if activations is None else activations.memory.apart
+        target = self.corrector.target
+        if target is not None and session.optimizer is not None:
+            # Split state came last into the room that was left, and goes first. Blocks that leave
+            # would only make room for more of it.
+            if session.optimizer.give_state_back(peak + apart - target):
+                return
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
         before = session.plan

@@ -290,7 +290,9 @@ def _assemble(
         session.activations.share_room = session.adapter.share_room
         state_room = StateRoom(session, machine.rates)
         session.activations.pledge = state_room.pledge
-        session.activations.memory.for_state = state_room
+        memory = session.activations.memory
+        memory.for_state = state_room
+        session.optimizer.leave_room_for(lambda: memory.apart)
         session.activations.before_larger = session.adapter.before_larger
         session.activations.may_move = session.adapter.may_move
     session.hook_model(model)

@@ -419,6 +419,26 @@ class OffloadAdamW(ShownOptimizer):
             return None
         return split.away(self._updates.buckets)
 
+    def leave_room_for(self, apart: Callable[[], int]) -> None:
+        """State leaves room for what `apart()` gives: bytes that no peak of a step shows yet."""
+        self._updates.apart = apart
+
+    def give_state_back(self, excess: int) -> bool:
+        """A step took `excess` bytes of device memory more than it should.
+
+        To be called between steps. Waits for updates in flight where it moves state.
+
+        Returns:
+            Whether state that is split between places has left the device for it.
+        """
+        split = self._updates.split
+        if excess <= 0 or split is None or self._resident is not None:
+            return False
+        if self._updates.mid_step or not self.state_on_device():
+            return False
+        self.synchronize()
+        return split.give_back(self, excess)
+
     @property
     def takes_gradients(self) -> bool:
         """Whether it updates its parameters: attached, or with its state on the device."""

@@ -201,6 +201,14 @@ class HybridSplit:
         size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
         return size, split(pieces, self._rates, 0, self._factor).seconds if pieces else 0.0
 
+    def give_back(self, optimizer: OffloadAdamW, excess: int) -> bool:
+        """Take at least `excess` bytes of state from device memory; whether any went."""
+        if self._rates is None or self.last is None:
+            return False
+        here = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
+        self._apply(optimizer, "a step took too much memory", max(0, here - excess))
+        return sum(bucket.place.device_bytes() for bucket in optimizer.buckets) < here
+
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
         return [
             Piece(
@@ -213,11 +221,14 @@ class HybridSplit:
             for bucket in buckets
         ]
 
-    def _apply(self, optimizer: OffloadAdamW, why: str) -> None:
+    def _apply(self, optimizer: OffloadAdamW, why: str, room: int | None = None) -> None:
+        """`room`: of all state on the device; None: what there is and what is left beside it."""
         pieces = self._pieces(optimizer.buckets)
         resident = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
         assert self._rates is not None
-        found = split(pieces, self._rates, max(self._room() + resident, 0), self._factor)
+        if room is None:
+            room = max(self._room() + resident, 0)
+        found = split(pieces, self._rates, room, self._factor)
         changed = self.last is None or found.places != self.last.places
         if changed:
             optimizer.place_state(found.places)

@@ -40,6 +40,7 @@ class Updates:
         steps: steps done.
         norm: of the last step, when it was needed.
         split: moves state after steps, in mode "hybrid".
+        apart: gives device memory that no peak shows yet and that is for others.
         ranks: the processes whose gradients are averaged in step(); None when training alone.
     """
 
@@ -59,6 +60,7 @@ class Updates:
         self.steps = 0
         self.norm: Future[Verdict] | None = None
         self.split: HybridSplit | None = None
+        self.apart: Callable[[], int] = lambda: 0
         self.ranks: Ranks | None = None
         self._groups = groups
         self._say = say
@@ -150,7 +152,8 @@ class Updates:
         usable = device.usable_bytes()
         if usable is None:
             return 0
-        return int(usable * (1.0 - self.options.headroom)) - device.memory()["peak_allocated"]
+        target = int(usable * (1.0 - self.options.headroom))
+        return target - device.memory()["peak_allocated"] - self.apart()
 
     # -- during backward ----------------------------------------------------------------------
 
