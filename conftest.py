@@ -69,8 +69,20 @@ def _set_environment(value: dict[str, str]) -> None:
     os.environ.update(value)
 
 
+def _gpu_limit() -> float:
+    """The share of the GPU's memory that this process may take; wrap() sets it, and a failed test
+    does not put it back."""
+    return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_initialized() else 1.0
+
+
+def _set_gpu_limit(value: float) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.set_per_process_memory_fraction(value)
+
+
 # What belongs to the whole process: how it is read, and how it is put back.
 _SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "the GPU memory that torch may take": (_gpu_limit, _set_gpu_limit),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
         lambda: str(torch.get_default_device()),

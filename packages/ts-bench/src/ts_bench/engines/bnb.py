@@ -33,6 +33,7 @@ class BitsAndBytesEngine:
     """
 
     API_VERSION = API_VERSION
+    own_interpreter = True  # bitsandbytes picks its library by the GPU, as it is imported
     variants = VARIANTS
 
     def __init__(self, name: str, *, liger: bool) -> None:
