@@ -176,8 +176,11 @@ class _Probe:
         first, *others = self._of_b(self._logits({"input_ids": self._row}))
         self._mixed = max(_gap(other, self._alone) for other in others)
         # To the first b only the shape of the row is new: what that changes is rounding.
-        ulp = torch.finfo(self._alone.dtype).eps * self._alone.abs().max().item()
-        self._rounding = 3 * _gap(first, self._alone) + ulp
+        # A sum in another order shows in a few units of fp32's last digit, and in at most one of
+        # the 16-bit types', which are rounded once at its end.
+        eps = torch.finfo(self._alone.dtype).eps
+        units = 4 if eps < 1e-5 else 1
+        self._rounding = 3 * _gap(first, self._alone) + units * eps * self._alone.abs().max().item()
 
     def why_not(self, layout: Layout) -> str | None:
         """None if the model keeps the sequences apart in `layout`, else what it does."""
