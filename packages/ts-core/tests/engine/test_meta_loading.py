@@ -329,7 +329,7 @@ def test_peak_memory_is_that_of_the_wrapped_model(
 ) -> None:
     """256 MiB in fp32, in 64 matrices; without giving back what was freed, half as much again.
 
-    (What the allocator keeps differs from run to run: of nf4, 0.3 to 0.6. All at once it is over 1.)
+    (What the allocator keeps differs from run to run: nf4 0.3 to 0.6. Loaded at once, over 1.)
     """
     if not codecs.has(codec) and codec != "none":
         pytest.skip("ts-quant is not installed")
