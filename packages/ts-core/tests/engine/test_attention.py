@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -221,6 +222,25 @@ def test_timing_leaves_the_generators_and_the_values_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before) and query.grad is None
     assert {"torch", "math"} <= found.keys() and all(ms > 0 for ms in found.values())
     assert "cudnn" not in found  # needs a GPU
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernels_are_timed_on_what_they_will_be_given(
+    autocast: torch.dtype | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast casts inside the call: of float32 most kernels run nothing, of bfloat16 all do."""
+    own, seen = functional.scaled_dot_product_attention, set()
+
+    def attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.add(q.dtype)
+        return own(q, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    query = torch.randn(2, 2, 12, 8, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        time_backends(query, query, {"is_causal": True}, HostDevice())
+    assert seen == {dtype if autocast is None or dtype == torch.float64 else autocast}
 
 
 def test_only_the_device_is_timed() -> None:

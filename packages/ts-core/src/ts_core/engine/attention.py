@@ -244,11 +244,14 @@ def time_backends(
 
     Args:
         query, key: [batch, heads, tokens, head size] on the device; only shape, strides and dtype
-            count.
+            count, and under autocast the dtype to which it would cast them.
         options: keywords of scaled_dot_product_attention.
     """
+    dtype, kind = query.dtype, query.device.type
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
     # Not random: the generators belong to the model's dropout.
-    q, k, v = (torch.full_like(t, 0.01, requires_grad=True) for t in (query, key, key))
+    q, k, v = (torch.full_like(t, 0.01, dtype=dtype, requires_grad=True) for t in (query, key, key))
 
     def once() -> None:
         functional.scaled_dot_product_attention(q, k, v, **options).sum().backward()
