@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -230,13 +229,13 @@ def test_kernels_are_timed_on_what_they_will_be_given(
     autocast: torch.dtype | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autocast casts inside the call: of float32 most kernels run nothing, of bfloat16 all do."""
-    own, seen = functional.scaled_dot_product_attention, set()
+    own, seen = F.scaled_dot_product_attention, set()
 
     def attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.add(q.dtype)
         return own(q, *args, **kwargs)
 
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     query = torch.randn(2, 2, 12, 8, dtype=dtype, requires_grad=True)
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         time_backends(query, query, {"is_causal": True}, HostDevice())
