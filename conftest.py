@@ -80,8 +80,14 @@ def _set_gpu_limit(value: float) -> None:
         torch.cuda.set_per_process_memory_fraction(value)
 
 
+def _enable_overrides(value: bool) -> None:
+    if value and not torch._C._is_torch_function_enabled():
+        torch._C._EnableTorchFunction().__enter__()  # for good
+
+
 # What belongs to the whole process: how it is read, and how it is put back.
 _SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "overrides of torch's functions": (torch._C._is_torch_function_enabled, _enable_overrides),
     "the GPU memory that torch may take": (_gpu_limit, _set_gpu_limit),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (

@@ -11,7 +11,7 @@ import torch
 TOKENS = torch.arange(4)[None]
 LAYERS = (2, 4)
 LINEARS = 7  # per layer
-LIMIT = 790  # calls of our functions per layer, forward and backward (757 on Python 3.11)
+LIMIT = 860  # calls of our functions per layer, forward and backward (829 on Python 3.11)
 
 
 def lora_llama(layers: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ def interrupted_at(line: int, work: Callable[[], Any]) -> tuple[int, bool]:
         How many lines ran, and whether the work raised KeyboardInterrupt.
     """
     lines, came = 0, False
+    last: dict[FrameType, int] = {}
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal lines, came
@@ -45,9 +47,13 @@ def interrupted_at(line: int, work: Callable[[], Any]) -> tuple[int, bool]:
             return None
         if event == "line":
             lines += 1
-            if lines >= line > 0 and not came and not in_finalizer(frame):
+            possible = not in_finalizer(frame) and not leaves_with(frame, last.get(frame, 0))
+            last[frame] = frame.f_lineno
+            if lines >= line > 0 and not came and possible:
                 came = True
                 signal.raise_signal(signal.SIGINT)
+        elif event == "return":
+            last.pop(frame, None)
         return trace
 
     before = sys.gettrace()
@@ -58,7 +64,18 @@ def interrupted_at(line: int, work: Callable[[], Any]) -> tuple[int, bool]:
         return lines, True
     finally:
         sys.settrace(before)
+        last.clear()
     return lines, False
+
+
+def leaves_with(frame: FrameType, before: int) -> bool:
+    """Whether the line is that of a `with` statement which is about to call `__exit__`.
+
+    A handler that runs there skips the call. Only tracing can make one: Python looks for signals
+    after calls, at the beginning of functions and in loops.
+    """
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    return before > frame.f_lineno and line.startswith(("with ", "with("))
 
 
 def in_finalizer(frame: FrameType | None) -> bool:
