@@ -281,8 +281,9 @@ def test_predicted_peak_on_a_gpu(folder: Any, rank: int | None) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    peak = torch.cuda.max_memory_allocated() - held
     report = memory_report(model)
+    # torch counts what recordings hold for their temporary tensors as free; nobody else gets it.
+    peak = torch.cuda.max_memory_allocated() - held + report["replay"]["pool_bytes"]
     assert report["replay"]["replayed_forwards"] == replayed + 2 * 8, report["events"]
     unwrap(model)
     found = {"predicted": outcome.plan.predicted, "measured": peak, "replay": report["replay"]}
