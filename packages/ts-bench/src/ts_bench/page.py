@@ -101,11 +101,9 @@ def _take(line: str, place: str, found: Found, begun: dict[str, None]) -> None:
         found.tests[data["id"]] = data
     elif kind == "test-start":
         begun[data["id"]] = None
-    elif kind == "converge":
-        pass  # its table is in the output of its script; the file is kept
     elif "schema" in data:
         found.records.append(Record.from_json(line))
-    else:
+    elif kind != "converge":  # whose table is in the output of its script; the file is kept
         raise DataError(f"{place}: neither a record of ts-bench nor a line of gpu_run")
 
 
