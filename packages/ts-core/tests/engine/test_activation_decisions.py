@@ -11,9 +11,16 @@ import torch
 from ts_core import ActivationOffloader, memory_report, wrap
 from ts_core.device import HostDevice
 from ts_core.engine import activation_memory as module
+from ts_core.engine.activation_options import ActivationOptions
+from ts_core.engine.activation_search import PolicySearch
 from ts_core.errors import OptionError, StateError
-from ts_core.schedule.activation_policy import ActivationLimits, extra_device_bytes
+from ts_core.schedule.activation_policy import (
+    ActivationLimits,
+    BlockActivations,
+    extra_device_bytes,
+)
 from ts_core.testing import TinyModel, tiny_model, train
+from ts_core.transfer import CopyEngine
 
 DEPTH = 6
 
@@ -35,7 +42,6 @@ class Accelerator(HostDevice):
         self.held: Callable[[], int] = lambda: 0
         self.step_seconds: Callable[[], float] = lambda: 1.0
         self.clock = 0.0
-        self.peak_resets = 0
 
     def usable_bytes(self) -> int | None:
         return self.limit_now
@@ -45,7 +51,7 @@ class Accelerator(HostDevice):
         return {"allocated": 0, "reserved": 0, "peak_allocated": peak}
 
     def reset_peak(self) -> None:
-        self.peak_resets += 1
+        self.peaks += 1
 
     def timestamp(self) -> Any:
         self.clock += self.step_seconds()
@@ -186,6 +192,50 @@ def test_blocks_return_while_the_measured_peak_leaves_room(
     assert short(offloader) == "kkkkkk"
     assert any("corrected by the measured peak" in event for event in offloader.events)
     assert not offloader._activations.adapting
+
+
+def test_a_peak_that_was_reset_since_the_last_step_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks or state that have just moved start the peak again from what is allocated now."""
+    device = Accelerator(limit=1000 + 2 * saved(), base=1000)
+    model, offloader = start(device, monkeypatch, profile=False, max_inflight_bytes=1)
+    steps(model, 2)
+    first = short(offloader)
+    device.shown = 0.1
+    for _ in range(6):
+        steps(model, 1)
+        device.reset_peak()
+    assert short(offloader) == first != "kkkkkk"
+    steps(model, 6)
+    assert short(offloader) == "kkkkkk"
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_what_recordings_keep_is_not_given_back_as_gradients_come(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager steps showed a peak below what was counted; replayed ones hold it all the time."""
+    device = Accelerator(limit=1000 + 3 * 1000, base=1000)
+    device.shown = 0.3
+    monkeypatch.setattr(module, "ram_available_bytes", lambda: 1 << 40)
+    said: list[str] = []
+    options = ActivationOptions(
+        offload="auto", recompute="auto", headroom=0.0, replayed=replayed, trials=False
+    )
+    memory = module.ActivationMemory(CopyEngine(device), options)
+    search = PolicySearch(options, device, memory, DEPTH, said.append)
+    measured = [BlockActivations(1000, 1000, 0)] * DEPTH
+    search.begin(measured, 3000)
+    first = search.current.blocks("keep")
+    assert 0 < len(first) < DEPTH
+    held = extra_device_bytes(measured, search.current.modes, ActivationLimits(None, 0))
+    device.held = lambda: int(device.shown * held)
+    search.adopted()
+    for _ in range(4):
+        search.look_at_peak()
+    assert (len(search.current.blocks("keep")) > len(first)) == (not replayed)
+    assert not (replayed and search.adapting)
 
 
 def test_over_the_target_blocks_leave_again(monkeypatch: pytest.MonkeyPatch) -> None:

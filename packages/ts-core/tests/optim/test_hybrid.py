@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,101 @@ def test_room_counts_master_copies() -> None:
     one = pieces(100, low=True)
     for room, resident in ((1200 * MILLION, True), (1200 * MILLION - 1, False)):
         assert (split(one, RATES, room).places == ("resident",)) == resident
+
+
+def test_gradients_that_wait_take_room_beside_their_state() -> None:
+    """100 M values: 800 MB of state, 400 MB of gradients where an update by the device waits."""
+    waiting = [replace(piece, waits=True) for piece in pieces(*[100] * 4)]
+    slow_host = Rates(host=1e6, link=45e9)
+
+    def places(room_mb: int) -> str:
+        return "".join(p[0] for p in sorted(split(waiting, slow_host, room_mb * MILLION).places))
+
+    assert [places(room) for room in (0, 799, 800, 1199, 1200)] == [
+        "hhhh",
+        "hhhh",  # one alone would only slow the others down
+        "hhzz",
+        "hhzz",
+        "hhhr",
+    ]
+    assert places(2 * 1200) == "hhrr"
+    assert places(4 * 1200) == "rrrr"
+    for room in range(0, 5000, 37):
+        found = split(waiting, slow_host, room * MILLION)
+        taken = sum(p.device_bytes(at) for p, at in zip(waiting, found.places, strict=True))
+        assert taken <= room * MILLION
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({}, False),
+        ({"max_grad_norm": 1.0}, True),
+        ({"eager": False}, True),
+        ({"accumulation_steps": 2}, True),
+        ({"compute_grad_norm": True}, True),
+    ],
+)
+def test_it_is_known_whether_gradients_wait(options: dict[str, Any], waits: bool) -> None:
+    optimizer = OffloadAdamW([torch.nn.Parameter(torch.zeros(4))], mode="hybrid", **options)
+    assert optimizer.step_options.gradients_wait == waits
+
+
+class Tight(HostDevice):
+    """A device whose peak is what state, waiting gradients and `others` take of its memory."""
+
+    separate_memory = True
+    others = 500_000
+    optimizer: OffloadAdamW
+    highest = 0
+
+    def usable_bytes(self) -> int:
+        return 20_000_000
+
+    def memory(self) -> dict[str, int]:
+        waiting = self.optimizer.step_options.gradients_wait
+        taken = self.others
+        for bucket in self.optimizer.buckets:
+            taken += bucket.place.device_bytes()
+            if waiting and bucket.gradients_stay:
+                taken += bucket.layout.numel * 4
+        self.highest = max(self.highest, taken)
+        return {"allocated": taken, "reserved": taken, "peak_allocated": taken}
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_state_stays_within_the_target_with_its_gradients(clip: float | None) -> None:
+    """Buckets that go to host threads take their gradients along; room that this leaves is not
+    room for as many bytes of state, whose gradients wait on the device."""
+    device = Tight()
+    params = [torch.nn.Parameter(torch.ones(500_000)) for _ in range(8)]
+    lines: list[str] = []
+    optimizer = OffloadAdamW(
+        params,
+        mode="hybrid",
+        device=device,
+        copies=CopyEngine(device),
+        max_grad_norm=clip,
+        chunk_elems=4096,
+    )
+    device.optimizer = optimizer
+    optimizer.headroom = 0.1
+    optimizer.build()
+    updates = optimizer._updates
+    updates.split = HybridSplit(
+        device,
+        lambda: Rates(4e9, 45e9),
+        updates.room_bytes,
+        lines.append,
+        lambda: optimizer.step_options.gradients_wait,
+    )
+    for _ in range(12):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.state_on_device() >= 8_000_000
+    assert device.highest <= 18_000_000
 
 
 def test_rates_are_measured() -> None:

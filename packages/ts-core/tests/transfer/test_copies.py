@@ -47,6 +47,25 @@ def test_pieces_are_one_copy_behind_its_event_and_before_its_own() -> None:
     assert alive() is None
 
 
+def test_what_a_peak_has_not_seen_in_flight() -> None:
+    device = HostDevice()
+    engine = CopyEngine(device, max_inflight_bytes=1000)
+    assert [engine.unseen_bytes(size) for size in (300, 5000)] == [300, 1000]
+    gate = threading.Event()
+    lane = engine._lanes["d2h"].stream
+    assert isinstance(lane, HostStream)
+    lane.submit(lambda: gate.wait() and None)
+    engine.d2h(torch.empty(400, dtype=torch.uint8), torch.zeros(400, dtype=torch.uint8))
+    assert [engine.unseen_bytes(size) for size in (300, 5000)] == [0, 600]
+    device.reset_peak()  # which begins again with what is in flight now
+    assert engine.unseen_bytes(5000) == 600
+    gate.set()
+    engine.synchronize()
+    assert engine.unseen_bytes(5000) == 600  # of the peak so far
+    device.reset_peak()
+    assert engine.unseen_bytes(5000) == 1000
+
+
 def test_bytes_in_flight_are_bounded() -> None:
     device = HostDevice()
     engine = CopyEngine(device, max_inflight_bytes=1000)

@@ -53,12 +53,14 @@ class Device(ABC):
             resident tensors must be moved there.
         pool: ledger of the device memory that streaming holds (resident blocks and slots); its
             limit is enforced on the host device.
+        peaks: how many times `reset_peak` was called.
     """
 
     kind: str
     torch_device: torch.device
     separate_memory: bool
     pool: Ledger
+    peaks = 0
 
     @abstractmethod
     def new_stream(self, name: str) -> Stream:

@@ -184,6 +184,7 @@ class CudaDevice(Device):
         self._limit_bytes = limit_bytes
 
     def reset_peak(self) -> None:
+        self.peaks += 1
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def memory(self) -> dict[str, int]:

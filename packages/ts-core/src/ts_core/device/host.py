@@ -186,6 +186,7 @@ class HostDevice(Device):
         self.pool.limit = limit_bytes
 
     def reset_peak(self) -> None:
+        self.peaks += 1
         self.pool.reset_peak()
 
     def memory(self) -> dict[str, int]:

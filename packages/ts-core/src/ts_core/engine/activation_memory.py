@@ -40,6 +40,7 @@ class ActivationMemory:
             needs; 0 until blocks have been measured, and where they are not replayed.
         for_state: gives the device memory that optimizer state is still to take.
         recorded: gives the device memory that recordings hold by now, but for what backward needs.
+        hidden: gives the part of it that torch counts as free, though nobody else may have it.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ActivationMemory:
         self.floor = RamFloor(ram_floor(ram_limit_bytes()), self._is_low, read=self._read_ram)
         self.low: int | None = None
         self.recorded: Callable[[], int] = lambda: 0
+        self.hidden: Callable[[], int] = lambda: 0
         self.for_state: Callable[[], int] = lambda: 0
         self.for_recordings = 0
 

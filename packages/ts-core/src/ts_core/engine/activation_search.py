@@ -63,6 +63,7 @@ class PolicySearch:
         self._corrections = 0
         self._safe = False
         self._steps = 0  # since the policy last changed
+        self._peaks = 0  # how often the device's peak had been reset at the last step
 
     @property
     def current(self) -> ActivationPolicy:
@@ -119,8 +120,9 @@ class PolicySearch:
             self.decided(text)
 
     def adopted(self) -> None:
-        """The current policy is in force from the next forward on."""
+        """The current policy is in force from the next forward on, and peaks count from here."""
         self._steps = 0
+        self._peaks = self._device.peaks
 
     def decided(self, text: str) -> None:
         """Note a decision, and say it."""
@@ -156,6 +158,9 @@ class PolicySearch:
         """
         if self._corrections == 0 or not self._tuner.settled:
             return
+        if self._peaks != self._device.peaks:  # by someone who has just moved something
+            self._peaks = self._device.peaks
+            return  # no whole step has been seen since
         self._steps += 1
         if self._steps < _STEPS_TO_PEAK:
             return
@@ -169,6 +174,11 @@ class PolicySearch:
         self._corrections -= 1
         if left >= 0 >= unforeseen:
             self._corrections = 0  # within the target, and others use what was to spare
+            return
+        if unforeseen > 0 and self._options.replayed:
+            # What stays is then in memory of the recordings, for all of a step. This peak is of
+            # steps that let go of it as gradients came.
+            self._corrections = 0
             return
         self._limits = self._memory.limits(
             room + (int(unforeseen * _USE_OF_SLACK) if unforeseen > 0 else unforeseen)

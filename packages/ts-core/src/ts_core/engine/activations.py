@@ -359,9 +359,9 @@ class Activations:
             w for w in plain_tensors(self._blocks) if w.numel() * w.element_size() >= least
         ]
         self.memory.carve(self._slices() if OFFLOAD in self._modes else None, give_back)
-        self._search.adopted()
         if self.adapting or self._search.watching:
             self._device.reset_peak()
+        self._search.adopted()
 
     def _set_modes(self, modes: Sequence[str]) -> None:
         self._modes = list(modes)

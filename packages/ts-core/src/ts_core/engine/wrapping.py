@@ -279,6 +279,7 @@ def _assemble(
         session.activations = Activations(blocks, copies, options, log)
         if session.replay is not None:
             session.activations.memory.recorded = session.replay.beside_bytes
+            session.activations.memory.hidden = session.replay.pool_bytes
     session.attention = AttentionChoice(config.attention, device, log)
     session.attention.install(model, blocks)  # inside what is computed again
     session.hook_blocks()
@@ -292,7 +293,7 @@ def _assemble(
         session.activations.pledge = state_room.pledge
         memory = session.activations.memory
         memory.for_state = state_room
-        session.optimizer.leave_room_for(lambda: memory.apart)
+        session.optimizer.leave_room_for(lambda: memory.apart + memory.hidden())
         session.activations.before_larger = session.adapter.before_larger
         session.activations.may_move = session.adapter.may_move
     session.hook_model(model)

@@ -40,6 +40,8 @@ class Piece:
         has_master: whether there is an fp32 copy of it.
         paged: the parameter is in host memory: updates by the device read and write it there.
         host_only: the device cannot reach it there.
+        waits: an update by the device finds its gradient in device memory at the end of backward,
+            where it would have left for the host otherwise.
     """
 
     values: int
@@ -47,11 +49,19 @@ class Piece:
     has_master: bool
     paged: bool = False
     host_only: bool = False
+    waits: bool = False
 
     @property
     def state_bytes(self) -> int:
         """fp32 state of the bucket, in bytes."""
         return self.values * (12 if self.has_master else 8)
+
+    def device_bytes(self, place: str) -> int:
+        """Device memory that this place takes for the whole of a step: of state, of gradients."""
+        if place == "host":
+            return 0
+        waiting = self.param_bytes if self.waits and not self.paged else 0
+        return waiting + (self.state_bytes if place == "resident" else 0)
 
     def link_bytes(self, place: str) -> int:
         """What an update in this place moves over the link, in the busier direction."""
@@ -88,7 +98,7 @@ def split(
     Args:
         pieces: the buckets, in order of the groups.
         rates: measured.
-        room_bytes: device memory that state may fill.
+        room_bytes: device memory that state may fill, and gradients that wait beside it.
         host_factor: correction of the host's rate, from how long its part really took.
 
     Returns:
@@ -96,14 +106,25 @@ def split(
     """
     places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
-        if pieces[index].state_bytes <= room_bytes and not pieces[index].host_only:
+        size = pieces[index].device_bytes("resident")
+        if size <= room_bytes and not pieces[index].host_only:
             places[index] = "resident"
-            room_bytes -= pieces[index].state_bytes
+            room_bytes -= size
     candidates = [
         _with_host_share(pieces, places, share / _SHARES, rates, host_factor)
         for share in range(_SHARES + 1)
     ]
-    return min(candidates, key=lambda found: found.seconds)
+    fitting = [found for found in candidates if _linked_bytes(pieces, found) <= room_bytes]
+    return min(fitting or candidates[-1:], key=lambda found: found.seconds)
+
+
+def _linked_bytes(pieces: Sequence[Piece], found: Split) -> int:
+    """Device memory of what is not resident and yet updated by the device."""
+    return sum(
+        piece.device_bytes(place)
+        for piece, place in zip(pieces, found.places, strict=True)
+        if place == "zero_copy"
+    )
 
 
 def _with_host_share(
@@ -141,6 +162,7 @@ class HybridSplit:
         measure: measures the rates; takes a fraction of a second.
         room: device memory in bytes that state may take beyond what it takes now.
         say: told of every decision.
+        waits: whether gradients wait for the end of backward: for their norm, say.
     """
 
     def __init__(
@@ -149,11 +171,13 @@ class HybridSplit:
         measure: Callable[[], Rates],
         room: Callable[[], int],
         say: Callable[[str], None],
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self._device = device
         self._measure = measure
         self._room = room
         self._say = say
+        self._waits = waits
         self._steps = 0
         self._corrections = 0
         self._factor = 1.0
@@ -205,11 +229,20 @@ class HybridSplit:
         """Take at least `excess` bytes of state from device memory; whether any went."""
         if self._rates is None or self.last is None:
             return False
-        here = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
-        self._apply(optimizer, "a step took too much memory", max(0, here - excess))
-        return sum(bucket.place.device_bytes() for bucket in optimizer.buckets) < here
+        before = self._taken(optimizer)
+        self._apply(optimizer, "a step took too much memory", max(0, before - excess))
+        return self._taken(optimizer) < before
+
+    def _taken(self, optimizer: OffloadAdamW) -> int:
+        """Device memory of state now, and of gradients that wait for it."""
+        pieces = self._pieces(optimizer.buckets)
+        return sum(
+            piece.device_bytes(bucket.place.name)
+            for piece, bucket in zip(pieces, optimizer.buckets, strict=True)
+        )
 
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
+        waits = self._waits()
         return [
             Piece(
                 bucket.layout.numel,
@@ -217,17 +250,18 @@ class HybridSplit:
                 bucket.has_master,
                 bucket.home is not None,
                 bucket.home is not None and not bucket.home.addressable(self._device),
+                waits,
             )
             for bucket in buckets
         ]
 
     def _apply(self, optimizer: OffloadAdamW, why: str, room: int | None = None) -> None:
-        """`room`: of all state on the device; None: what there is and what is left beside it."""
+        """`room`: of state and waiting gradients on the device; None: what they take now, and what
+        is left beside it."""
         pieces = self._pieces(optimizer.buckets)
-        resident = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
         assert self._rates is not None
         if room is None:
-            room = max(self._room() + resident, 0)
+            room = max(self._room() + self._taken(optimizer), 0)
         found = split(pieces, self._rates, room, self._factor)
         changed = self.last is None or found.places != self.last.places
         if changed:

@@ -42,6 +42,11 @@ class StepOptions:
         choice = self.eager_choice
         return not self.needs_norm and choice is not False
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients for updates by the device stay there until the last backward ends."""
+        return not self.eager or self.accumulation > 1
+
     def set_accumulation(self, value: Any) -> None:
         """Check and set `accumulation`."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

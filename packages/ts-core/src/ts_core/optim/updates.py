@@ -102,6 +102,7 @@ class Updates:
                 ),
                 self.room_bytes,
                 self._say,
+                lambda: self.options.gradients_wait,
             )
 
     def rehome(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> list[Bucket]:
@@ -153,7 +154,10 @@ class Updates:
         if usable is None:
             return 0
         target = int(usable * (1.0 - self.options.headroom))
-        return target - device.memory()["peak_allocated"] - self.apart()
+        leaving = [bucket for bucket in self.buckets if not bucket.gradients_stay] or self.buckets
+        size = sum(bucket.layout.numel * bucket.layout.dtype.itemsize for bucket in leaving)
+        unseen = self.storage.copies.unseen_bytes(size)
+        return target - device.memory()["peak_allocated"] - self.apart() - unseen
 
     # -- during backward ----------------------------------------------------------------------
 

@@ -45,12 +45,25 @@ class _Lane:
         self.stream = stream
         self.in_flight: deque[_InFlight] = deque()
         self.in_flight_bytes = 0
+        self.most_bytes = 0  # in flight at once, since the device's peak was reset
+        self.peaks = 0  # how often it had been
         self.stats = DirectionStats()
         self.lock = threading.Lock()
 
     def retire(self) -> None:
         while self.in_flight and self.in_flight[0].event.query():
             self.in_flight_bytes -= self.in_flight.popleft().size_bytes
+
+    def add(self, copy: _InFlight, peaks: int) -> None:
+        before = self.most_bytes_since(peaks)
+        self.in_flight.append(copy)
+        self.in_flight_bytes += copy.size_bytes
+        self.most_bytes = max(before, self.in_flight_bytes)
+
+    def most_bytes_since(self, peaks: int) -> int:
+        if self.peaks != peaks:
+            self.peaks, self.most_bytes = peaks, self.in_flight_bytes
+        return self.most_bytes
 
 
 def _default_inflight_bytes(device: Device) -> int:
@@ -138,6 +151,19 @@ class CopyEngine:
         """An event after every copy to the device queued so far."""
         return self._lanes["h2d"].stream.record()
 
+    def unseen_bytes(self, size_bytes: int) -> int:
+        """Device memory that copies to the host may take beyond what the device's peak shows.
+
+        A host that runs ahead of the link has more of them in flight.
+
+        Args:
+            size_bytes: what a step copies there in all.
+        """
+        lane = self._lanes["d2h"]
+        with lane.lock:
+            seen = lane.most_bytes_since(self.device.peaks)
+        return max(0, min(size_bytes, self.max_inflight_bytes) - seen)
+
     def retire(self) -> None:
         """Let go of the tensors of copies that have finished, without waiting for others."""
         for lane in self._lanes.values():
@@ -181,8 +207,7 @@ class CopyEngine:
             self.device.copy_all(self._paused(pairs, lane.stream), lane.stream)
             edges.pause(self.device, lane.stream)
             event = lane.stream.record()
-            lane.in_flight.append(_InFlight(event, size_bytes, keep))
-            lane.in_flight_bytes += size_bytes
+            lane.add(_InFlight(event, size_bytes, keep), self.device.peaks)
             lane.stats.bytes += size_bytes
             lane.stats.copies += len(pairs)
             waits = lane.stats.limit_waits - waits

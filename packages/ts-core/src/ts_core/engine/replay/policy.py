@@ -197,7 +197,7 @@ class BlockReplay:
             "eager": dict(self._reasons),
             "saved_bytes": self._saved_bytes(),
             "scratch_bytes": self._scratch.size_bytes(),
-            "pool_bytes": self._recorder.pool_bytes(),
+            "pool_bytes": self.pool_bytes(),
             "seconds_recording": self._seconds,
         }
 
@@ -207,7 +207,11 @@ class BlockReplay:
 
     def beside_bytes(self) -> int:
         """Device memory that recordings hold but for what backward needs: beside activations."""
-        return self._scratch.size_bytes() + self._recorder.pool_bytes()
+        return self._scratch.size_bytes() + self.pool_bytes()
+
+    def pool_bytes(self) -> int:
+        """Device memory of the recordings' pool, which torch counts as free between replays."""
+        return self._recorder.pool_bytes()
 
     def forget(self) -> None:
         """Drop every recording, and what it holds; what comes again is recorded anew.
