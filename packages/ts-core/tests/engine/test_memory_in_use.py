@@ -114,6 +114,26 @@ def test_room_for_recordings_shrinks_by_what_they_hold() -> None:
     assert memory.apart == 0
 
 
+def test_recordings_are_given_up_where_a_step_leaves_too_little() -> None:
+    device = Shared()
+    device.workspace_bytes = lambda: 10  # type: ignore[method-assign]
+    device.usable_bytes = lambda: 10_000  # type: ignore[method-assign]
+    peak = 0
+    device.memory = lambda: {"peak_allocated": peak}  # type: ignore[method-assign]
+    memory = ActivationMemory(CopyEngine(device), ActivationOptions(replayed=True, headroom=0.1))
+    measured = [BlockActivations(300, 0, 0)]
+    memory.set_apart(measured, 50)
+    wanted = memory.apart
+    peak = 9_500 - wanted  # half of the headroom may be used
+    assert memory.give_up_recordings() is None and memory.apart == wanted
+    peak += 1
+    text = memory.give_up_recordings()
+    assert text is not None and "recordings would take" in text
+    assert memory.apart == 0
+    memory.set_apart(measured, 50)  # of a larger input
+    assert memory.apart == 0
+
+
 @pytest.mark.gpu
 def test_workspaces_are_there_before_memory_is_planned(run_python: Any) -> None:
     run_python(

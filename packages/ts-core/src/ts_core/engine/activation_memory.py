@@ -16,7 +16,7 @@ from ts_core.schedule.activation_policy import (
     ram_floor,
     ram_room,
 )
-from ts_core.schedule.plan import RECORDED_BLOCKS
+from ts_core.schedule.plan import RECORDED_BLOCKS, human
 from ts_core.transfer import CopyEngine
 
 # Streams beside the caller's on which recordings multiply: to warm up, and to capture.
@@ -62,6 +62,7 @@ class ActivationMemory:
         self.hidden: Callable[[], int] = lambda: 0
         self.for_state: Callable[[], int] = lambda: 0
         self.for_recordings = 0
+        self._replayed = options.replayed
 
     @property
     def apart(self) -> int:
@@ -82,10 +83,31 @@ class ActivationMemory:
             measured: per block.
             gradients: the most bytes of weight gradients of a block.
         """
-        if self._options.replayed:
+        if self._replayed:
             most = max((block.saved for block in measured), default=0)
             workspaces = _RECORDING_STREAMS * self._device.workspace_bytes()
             self.for_recordings = RECORDED_BLOCKS * (most + gradients) + workspaces
+
+    def give_up_recordings(self) -> str | None:
+        """Where steps leave too little of the device's memory for recordings, expect none.
+
+        To be asked before the first is made. What they take may be half of the headroom.
+
+        Returns:
+            Why, in words; None if there is enough.
+        """
+        usable = self._device.usable_bytes()
+        if usable is None or not self._device.separate_memory:
+            return None
+        peak, wanted = self._device.memory()["peak_allocated"], self.apart
+        if peak + wanted <= usable * (1 - self._options.headroom / 2):
+            return None
+        self._replayed = False
+        self.for_recordings = 0
+        return (
+            f"recordings would take {human(wanted)}, and a step takes {human(peak)} of "
+            f"{human(usable)}"
+        )
 
     def limits(self, device_room: int | None) -> ActivationLimits:
         """For `decide`, with this much room on the device."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ts_core import unwrap, wrap
+from ts_core.engine.activation_memory import ActivationMemory
 
 WIDTH = 8
 
@@ -59,6 +60,22 @@ def plain_steps(
 def warm(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     """Enough steps that the next call is a replay."""
     return plain_steps(model, optimizer, 3)
+
+
+def test_nothing_is_recorded_where_it_was_given_up(
+    both: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def give_up(memory: ActivationMemory) -> str:
+        asked.append(1)
+        return "recordings would take 2 GiB"
+
+    monkeypatch.setattr(ActivationMemory, "give_up_recordings", give_up)
+    pair = both([Block(), Block()], plain_steps)
+    assert asked == [1]
+    assert not pair.report["on"] and pair.report["recorded"] == 0
+    assert "cuda_graphs: off, since recordings would take 2 GiB" in pair.events
 
 
 def test_results_handed_out_stay_what_they_were(both: Callable[..., Any]) -> None:

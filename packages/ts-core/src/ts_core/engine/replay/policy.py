@@ -78,6 +78,7 @@ class BlockReplay:
         say: takes decisions in plain words.
         settled: whether placement and activations have stopped changing.
         room_bytes: device memory that is left for recordings; None for any.
+        give_up: asked before the first recording; says why there is to be none, or None.
         shared: `id`s of parameters that other modules outside their block use too.
     """
 
@@ -90,6 +91,7 @@ class BlockReplay:
         settled: Callable[[], bool],
         room_bytes: Callable[[], int | None],
         shared: frozenset[int] = frozenset(),
+        give_up: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._blocks = [_Block(block) for block in blocks]
         self._recorder = recorder
@@ -98,6 +100,7 @@ class BlockReplay:
         self._settled = settled
         self._room_bytes = room_bytes
         self._shared = shared
+        self._give_up = give_up
         self._scratch = Scratch(device)
         self._place: Any = None
         self._off: str | None = None
@@ -355,6 +358,11 @@ class BlockReplay:
             return found
         if not self._settled():
             return None
+        if not self.beside_bytes():
+            self._off = self._give_up()
+            if self._off is not None:
+                self._say(f"cuda_graphs: off, since {self._off}")
+                return None
         if here.recordings >= RECORDINGS:
             raise NotReplayable(
                 f"a block was recorded {RECORDINGS} times already, since shapes or places of its "

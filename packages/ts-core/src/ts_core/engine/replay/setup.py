@@ -46,6 +46,11 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         # The pool of the recordings is free in torch's count, and nobody else may have it.
         return target - now.device.memory()["allocated"] - recorder.pool_bytes()
 
+    def give_up() -> str | None:
+        now = here()
+        activations = None if now is None else now.activations
+        return None if activations is None else activations.memory.give_up_recordings()
+
     shared = frozenset(shared_parameters(model, session.blocks))
     return BlockReplay(
         session.blocks,
@@ -55,4 +60,5 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         settled,
         room_bytes,
         shared,
+        give_up,
     )
