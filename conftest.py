@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,18 @@ def _set_environment(value: dict[str, str]) -> None:
     os.environ.update(value)
 
 
-def _gpu_limit() -> float:
-    """The share of the GPU's memory that this process may take; wrap() sets it, and a failed test
-    does not put it back."""
-    return torch.cuda.get_per_process_memory_fraction() if torch.cuda.is_initialized() else 1.0
+def _gpu_limits() -> dict[int, float]:
+    """By GPU, the share of its memory that this process may take; wrap() sets it."""
+    if not torch.cuda.is_initialized():
+        return {}
+    numbers = range(torch.cuda.device_count())
+    return {number: torch.cuda.get_per_process_memory_fraction(number) for number in numbers}
 
 
-def _set_gpu_limit(value: float) -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.set_per_process_memory_fraction(value)
+def _set_gpu_limits(value: dict[int, float]) -> None:
+    for number, now in _gpu_limits().items():
+        if now != value.get(number, 1.0):
+            torch.cuda.set_per_process_memory_fraction(value.get(number, 1.0), number)
 
 
 def _enable_overrides(value: bool) -> None:
@@ -88,7 +92,10 @@ def _enable_overrides(value: bool) -> None:
 # What belongs to the whole process: how it is read, and how it is put back.
 _SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "overrides of torch's functions": (torch._C._is_torch_function_enabled, _enable_overrides),
-    "the GPU memory that torch may take": (_gpu_limit, _set_gpu_limit),
+    "the GPU memory that torch may take": (
+        lambda: {number: share for number, share in _gpu_limits().items() if share != 1.0},
+        _set_gpu_limits,
+    ),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
         lambda: str(torch.get_default_device()),
@@ -153,7 +160,15 @@ _SHARED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _process_as_it_was(_private_cache: Path) -> Iterator[None]:
+def _no_limit_for_the_next() -> Iterator[None]:
+    """A test that fails does not put the limit back under which it ran."""
+    before = _gpu_limits()
+    yield
+    _set_gpu_limits(before)
+
+
+@pytest.fixture(autouse=True)
+def _process_as_it_was(_private_cache: Path, _no_limit_for_the_next: None) -> Iterator[None]:
     """A test that leaves the process changed fails itself, not a later one (CHECK_LEFTOVERS)."""
     if not CHECK_LEFTOVERS:
         yield
@@ -181,6 +196,45 @@ def _nothing_compiled() -> Iterator[None]:
     yield
     if getattr(sys.modules.get("torch._dynamo.utils"), "curr_frame", 0):
         torch._dynamo.reset()
+
+
+_RAISED: pytest.StashKey[list[BaseException]] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+    report = yield
+    if report.failed:
+        item.stash.setdefault(_RAISED, []).append(call.excinfo.value)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: Any) -> Any:
+    """A failed test holds nothing any more when the next one begins."""
+    result = yield
+    if item.stash.get(_RAISED, None):
+        _let_go(item.stash[_RAISED])
+    return result
+
+
+def _let_go(raised: list[BaseException]) -> None:
+    """Drop what tracebacks hold: models, sessions, device memory. What they say is written down."""
+    seen: set[int] = set()
+    while raised:
+        error = raised.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None  # a frame's `f_locals`, once asked for, is not cleared
+        raised += [found for found in (error.__cause__, error.__context__) if found is not None]
+        raised += getattr(error, "exceptions", ())
+    sys.last_traceback = None  # where pytest keeps it, too
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # CUDA may be what failed, and said so
+            torch.cuda.empty_cache()
 
 
 _threads_before: dict[str, set[threading.Thread]] = {}
