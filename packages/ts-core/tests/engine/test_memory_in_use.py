@@ -221,3 +221,53 @@ for _ in range(4):
 assert max(sizes[1:]) <= sizes[0], sizes
 """
     )
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_keeps_no_memory(run_python: Any) -> None:
+    """What graphs that are there keep is no room for others."""
+    run_python(
+        """
+import gc
+import torch
+from ts_core.device import resolve_device
+from ts_core.device.limits import kept_by_graphs
+from ts_core.engine.replay.cuda_recorder import CudaRecorder
+
+SIZE = 64 << 20
+device = torch.device("cuda", 0)
+result = torch.zeros(1, device=device)
+
+def work(fails):
+    wide = torch.ones(SIZE, dtype=torch.uint8, device=device)
+    result.copy_(wide.sum()[None])
+    del wide
+    if fails:
+        torch.cuda.synchronize()  # no capture allows that
+
+recorder = CudaRecorder(device)
+recorder.warm_up(lambda: work(False))
+torch.cuda.empty_cache()
+recorded = recorder.record(lambda: work(False))
+recorded.replay()
+assert result.item() == SIZE
+assert kept_by_graphs(0) >= SIZE
+torch.cuda.set_per_process_memory_fraction(0.5)
+allowed = torch.cuda.get_device_properties(0).total_memory // 2
+assert resolve_device("cuda").usable_bytes() <= allowed - SIZE
+torch.cuda.set_per_process_memory_fraction(1.0)
+try:
+    recorder.record(lambda: work(True))
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("the capture was to fail")
+assert recorder.broken
+result.zero_()
+recorded.replay()  # it is still there
+assert result.item() == SIZE
+del recorder, recorded
+gc.collect()
+assert kept_by_graphs(0) == 0, torch.cuda.memory_summary()
+"""
+    )

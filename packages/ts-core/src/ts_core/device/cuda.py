@@ -10,6 +10,7 @@ import torch
 
 from ts_core import _native
 from ts_core.device.base import Device, Event, Stream, Timestamp
+from ts_core.device.limits import end_with, kept_by_graphs, limits_of
 from ts_core.device.own_streams import own_stream
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Ledger
@@ -80,6 +81,9 @@ class _Bytes:
 class CudaDevice(Device):
     """One CUDA GPU.
 
+    A limit that is set here holds for the whole process, until `set_limit(None)` or the object's
+    end.
+
     Args:
         index: the GPU's number; None for torch's current one.
     """
@@ -93,6 +97,9 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", self.index)
         self.pool = Ledger(None)
         self._limit_bytes: int | None = None
+        self._limits = limits_of(self.index)
+        self._owner = end_with(self, self._limits)
+        self._kept_by_graphs = kept_by_graphs(self.index)
 
     def new_stream(self, name: str) -> Stream:
         return CudaStream(own_stream(self.torch_device), name)
@@ -175,12 +182,14 @@ class CudaDevice(Device):
     def usable_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         usable = free + torch.cuda.memory_reserved(self.torch_device)
-        return usable if self._limit_bytes is None else min(usable, self._limit_bytes)
+        allowed = self._limits.allowed_bytes() if self._limit_bytes is None else self._limit_bytes
+        return max(0, min(usable, allowed) - self._kept_by_graphs)
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        total = torch.cuda.get_device_properties(self.torch_device).total_memory
-        fraction = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
-        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+        if limit_bytes is None:
+            self._limits.end(self._owner)
+        else:
+            self._limits.put(self._owner, limit_bytes)
         self._limit_bytes = limit_bytes
 
     def reset_peak(self) -> None:

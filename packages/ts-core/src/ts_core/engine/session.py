@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,11 @@ class TrainStreamSession:
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
         self._no_copies: NoCopies | None = None
+        self._limit: Callable[[], object] | None = None
+        if config.vram_limit_bytes is not None:  # it ends with the session, closed or not
+            limit = weakref.finalize(self, device.set_limit, None)
+            limit.atexit = False
+            self._limit = limit
 
     @property
     def adapting(self) -> bool:
@@ -257,7 +262,7 @@ class TrainStreamSession:
             self.store.close()
         if self.resident_reservation is not None:
             self.resident_reservation.release()
-        if self.config.vram_limit_bytes is not None:
-            self.device.set_limit(None)
+        if self._limit is not None:
+            self._limit()
         if self.tables is not None:
             self.tables.restore()

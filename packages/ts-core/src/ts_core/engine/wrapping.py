@@ -131,17 +131,30 @@ def _wrap(
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:
-        _take_workspaces(device, log)
-        moments = choose_moments(model, optimizer, config, log, device)
-        in_flight = gradients_in_flight(optimizer, config)
-        codec = choose_codec(
-            model, blocks, device, config, log, moments, in_flight, experts, optimizer
-        )
-        options = quantize_options(config, codec, log)
+        return _within(model, optimizer, blocks, device, config, log, patches, experts, loading)
     except BaseException:
         if config.vram_limit_bytes is not None:
             device.set_limit(None)
         raise
+
+
+def _within(
+    model: ModelT,
+    optimizer: torch.optim.Optimizer | None,
+    blocks: Sequence[nn.Module],
+    device: Device,
+    config: WrapOptions,
+    log: EventLog,
+    patches: Any,
+    experts: Sequence[StackedExperts],
+    loading: MetaLoading | None,
+) -> tuple[ModelT, OffloadAdamW]:
+    """The rest of wrap(), with the device's limit in force."""
+    _take_workspaces(device, log)
+    moments = choose_moments(model, optimizer, config, log, device)
+    in_flight = gradients_in_flight(optimizer, config)
+    codec = choose_codec(model, blocks, device, config, log, moments, in_flight, experts, optimizer)
+    options = quantize_options(config, codec, log)
     quantized: dict[str, Any] = {}
     if codec is not None:
         quantized = quantize_model(

@@ -17,6 +17,8 @@ from ts_core.engine.replay.signature import NotReplayable
 # Device memory that one capture may take from the driver, and what is worth giving back for it.
 _SPARE = 256 << 20
 _WORTH_FREEING = 32 << 20
+# The torch from which a graph is counted out of its pool, however its capture ended.
+_COUNTS_OUT = "2.14.0.dev0"
 # Streams that some recorder has captured, in this process.
 _CAPTURED: set[int] = set()
 # torch (up to 2.12) keeps the seed and offset of all graphs of a GPU in one pair of tensors. A
@@ -100,7 +102,7 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
             except RuntimeError:
                 self.broken = True
-                self._stop_allocating()
+                self._leave_pool()
                 raise
 
     def _end_of_capture(self) -> None:
@@ -175,14 +177,20 @@ class CudaRecorder(Recorder):
             graph.capture_end()
         except RuntimeError:  # the work's own error says more, and is raised
             self.broken = True
-            self._stop_allocating()
+            self._leave_pool()
 
-    def _stop_allocating(self) -> None:
-        """torch leaves its allocator in the pool when a capture could not be ended."""
+    def _leave_pool(self) -> None:
+        """After a capture that could not be ended: torch's allocator leaves the pool.
+
+        torch (up to 2.13) then neither stops to allocate there nor counts that graph out of the
+        pool, which would keep its memory to the end of the process.
+        """
         try:
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
         except RuntimeError:  # it had left it
             return
+        if torch.__version__ < _COUNTS_OUT:
+            torch._C._cuda_releasePool(self._index, self._pool)
 
 
 @contextlib.contextmanager
