@@ -26,9 +26,9 @@ def worker_module() -> Any:
     return module
 
 
-def run_two(folder: Path) -> list[Any]:
+def run_two(folder: Path, started: int = 0) -> list[Any]:
     """Run the worker in two processes, as torchrun would; what each process ended with."""
-    run_ranks(WORKER, str(folder))
+    run_ranks(WORKER, str(folder), started=started)
     return [torch.load(folder / f"found.{rank}.pt") for rank in range(2)]
 
 
@@ -42,7 +42,7 @@ def test_two_gpus_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """With NCCL; rounding differs more, as a GPU multiplies other batches by other kernels."""
     monkeypatch.setenv("TRAINSTREAM_TEST_RANKS", "cuda")
     wanted = worker_module().train(tmp_path / "alone", rank=0, processes=1)
-    (first, again, _), (second, other, _) = run_two(tmp_path)
+    (first, again, _), (second, other, _) = run_two(tmp_path, started=2)
     for name, value in first["params"].items():
         assert torch.equal(value, second["params"][name]), name
         torch.testing.assert_close(value, wanted["params"][name], rtol=0, atol=2e-5)
