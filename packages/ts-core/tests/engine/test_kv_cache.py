@@ -91,6 +91,40 @@ def test_equals_concatenation(resident_layers: Any, page_tokens: int) -> None:
     cache.close()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_how_what_is_handed_out_lies_in_memory(device: str) -> None:
+    """Attention kernels are chosen by strides: paged layers are what concatenation gives.
+
+    Resident ones are views of memory that never moves, so that an update copies its own tokens
+    only; a head's tokens lie back to back, one head `max_tokens` behind the other.
+    """
+    most = 40
+    cache = PagedKVCache(4, most, resident_layers=2, page_tokens=4)
+    held: dict[int, Any] = {}
+    where: dict[int, tuple[int, ...]] = {}
+    for tokens in (6, 1, 1, 5, 1, 8, 1):
+        for layer in range(4):
+            new = pair(tokens, device=device)
+            old = held.get(layer)
+            both = new if old is None else tuple(map(torch.cat, zip(old, new, strict=True), [2, 2]))
+            held[layer] = both
+            found = cache.update(layer, *new)
+            for part, expected in zip(found, both, strict=True):
+                assert torch.equal(part, expected)
+                assert part.shape == expected.shape and part.dtype is expected.dtype
+                assert part.device == expected.device
+                _, heads, _, size = expected.shape
+                if layer in cache.resident:
+                    assert part.stride() == (heads * most * size, most * size, size, 1)
+                    assert part.data_ptr() % 16 == 0
+                else:
+                    assert part.is_contiguous() and part.stride() == expected.stride()
+            if layer in cache.resident:
+                addresses = tuple(part.data_ptr() for part in found)
+                assert where.setdefault(layer, addresses) == addresses
+    assert len(cache.resident) == 2 and len(where) == 2
+
+
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edges, "wait", lambda device, stream, event: None)
     mirror = Mirror(PagedKVCache(LAYERS, 64, resident_layers=0, page_tokens=4))
