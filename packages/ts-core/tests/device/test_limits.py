@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ts_core import unwrap, wrap
-from ts_core.device import HostDevice
+from ts_core.device import CudaDevice, HostDevice
+from ts_core.device import limits as limits_module
 from ts_core.device.limits import MemoryLimits, end_with
 from ts_core.engine import wrapping
 from ts_core.errors import OutOfBudgetError
@@ -102,6 +103,97 @@ def test_a_limit_ends_with_its_owner() -> None:
     assert share.allowed == TOTAL
 
 
+class FakeGPU:
+    """What CudaDevice asks of torch about memory."""
+
+    total_memory = 1000
+
+    def __init__(self) -> None:
+        self.share = Share()
+        self.free, self.reserved = 900, 100
+        self.segments: list[dict[str, Any]] = []
+        self.gone: list[dict[str, Any]] = []  # go when torch empties its cache
+        self.emptied = 0
+
+    def empty(self) -> None:
+        self.emptied += 1
+        self.segments = [segment for segment in self.segments if segment not in self.gone]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+    found = FakeGPU()
+    answers: dict[str, Any] = {
+        "init": lambda: None,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _: found,
+        "get_per_process_memory_fraction": lambda _: found.share.read(),
+        "set_per_process_memory_fraction": lambda share, _: found.share.write(share),
+        "mem_get_info": lambda _: (found.free, found.total_memory),
+        "memory_reserved": lambda _: found.reserved,
+        "memory_snapshot": lambda: found.segments,
+        "get_allocator_backend": lambda: "native",
+        "empty_cache": found.empty,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(limits_module, "_LIMITS", {})
+    return found
+
+
+def segment(total: int, allocated: int, pool: tuple[int, int], device: int = 0) -> dict[str, Any]:
+    return {
+        "total_size": total,
+        "allocated_size": allocated,
+        "segment_pool_id": pool,
+        "device": device,
+    }
+
+
+def test_what_a_gpu_offers(gpu: FakeGPU) -> None:
+    device = CudaDevice(None)
+    assert device.usable_bytes() == 1000
+    gpu.free = 500
+    assert device.usable_bytes() == 600
+    device.set_limit(300)
+    assert device.usable_bytes() == gpu.share.allowed == 300
+    device.set_limit(None)
+    assert device.usable_bytes() == 600 and gpu.share.allowed == 1000
+    gpu.share.write(0.25)  # the user's own
+    assert device.usable_bytes() == 250
+    other = CudaDevice(0)
+    other.set_limit(400)
+    assert other.usable_bytes() == device.usable_bytes() == 400
+    del other
+    assert device.usable_bytes() == gpu.share.allowed == 250
+
+
+def test_what_recorded_graphs_keep_is_not_offered(gpu: FakeGPU) -> None:
+    gpu.segments = [segment(200, 100, (0, 0)), segment(90, 90, (0, 3))]
+    assert CudaDevice(None).usable_bytes() == 1000 and gpu.emptied == 0
+    gpu.gone = [segment(50, 0, (0, 3))]
+    kept = [segment(60, 20, (0, 4)), segment(70, 0, (5, 0)), segment(80, 0, (0, 6), device=1)]
+    gpu.segments += [*gpu.gone, *kept]
+    device = CudaDevice(None)
+    assert gpu.emptied == 1
+    assert device.usable_bytes() == 1000 - 40 - 70
+    device.set_limit(500)
+    assert device.usable_bytes() == 500 - 40 - 70
+    device.set_limit(100)
+    assert device.usable_bytes() == 0
+    gpu.segments.append(segment(30, 0, (0, 7)))  # made since: its owner counts it
+    device.set_limit(500)
+    assert device.usable_bytes() == 500 - 40 - 70
+
+
+def test_an_allocator_that_tells_nothing_of_pools(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.segments = [segment(60, 20, (0, 4))]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert CudaDevice(None).usable_bytes() == 1000
+
+
 HOST: dict[str, Any] = {"quantize": "none", "host_arena": False, "profile": False}
 
 
@@ -177,4 +269,4 @@ def test_on_a_gpu_a_limit_ends_with_the_session() -> None:
     assert torch.cuda.memory_reserved() < limits[1]
     del second
     gc.collect()
-    assert torch.cuda.get_per_process_memory_fraction() == start
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(start)

@@ -198,13 +198,14 @@ def test_a_capture_has_room_where_the_allocator_holds_unused_memory() -> None:
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.memory_reserved(device) + (400 << 20)
+    before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
     try:
         filling = torch.empty(300 << 20, dtype=torch.uint8, device=device)
         del filling  # the allocator keeps it
         recorded = recorder.record(work)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(before, device)
     assert not recorder.broken
     result.zero_()
     source.fill_(3.0)

@@ -102,7 +102,7 @@ class CudaRecorder(Recorder):
                 graph.capture_end()
             except RuntimeError:
                 self.broken = True
-                self._leave_pool()
+                self._leave(self._pool)
                 raise
 
     def _end_of_capture(self) -> None:
@@ -122,16 +122,17 @@ class CudaRecorder(Recorder):
 
         torch's generator (up to 2.12) takes itself to be captured until some capture ends well.
         """
+        pool = torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.stream(self._stream):
                 nothing = torch.empty(1, device=self._device)
                 graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 nothing.zero_()
                 graph.capture_end()
             self._stream.synchronize()
         except RuntimeError:  # the error of the capture before says more, and is raised
-            return
+            self._leave(pool)
 
     def place(self) -> Any:
         # The stream's handle, without an object for it: this is asked at every replay.
@@ -177,20 +178,20 @@ class CudaRecorder(Recorder):
             graph.capture_end()
         except RuntimeError:  # the work's own error says more, and is raised
             self.broken = True
-            self._leave_pool()
+            self._leave(self._pool)
 
-    def _leave_pool(self) -> None:
+    def _leave(self, pool: Any) -> None:
         """After a capture that could not be ended: torch's allocator leaves the pool.
 
         torch (up to 2.13) then neither stops to allocate there nor counts that graph out of the
         pool, which would keep its memory to the end of the process.
         """
         try:
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            torch._C._cuda_endAllocateToPool(self._index, pool)
         except RuntimeError:  # it had left it
             return
         if torch.__version__ < _COUNTS_OUT:
-            torch._C._cuda_releasePool(self._index, self._pool)
+            torch._C._cuda_releasePool(self._index, pool)
 
 
 @contextlib.contextmanager
