@@ -204,7 +204,7 @@ _RAISED: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Any:
     report = yield
-    if report.failed:
+    if report.failed and call.excinfo is not None:  # none where it passed against expectation
         item.stash.setdefault(_RAISED, []).append(call.excinfo.value)
     return report
 

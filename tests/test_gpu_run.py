@@ -60,6 +60,9 @@ def test_processes_share_the_tests_and_keep_every_result(tmp_path, tools) -> Non
     begun = [line["id"] for line in found if line["kind"] == "test-start"]
     ended = {line["id"]: line for line in found if line["kind"] == "test"}
     assert len(begun) == len(set(begun)) == len(ended) == 6
+    ran = {line["id"]: line["process"] for line in found if line["kind"] == "test-start"}
+    assert ran == {name: line["process"] for name, line in ended.items()}
+    assert set(ran.values()) <= {process.pid for process in processes}
     outcomes = sorted(line["outcome"] for line in ended.values())
     assert outcomes == ["failed", "passed", "passed", "passed", "passed", "skipped"]
     assert "as said" in ended["test_some.py::test_wrong"]["text"]

@@ -63,6 +63,10 @@ def test_passes():
 
 def test_passes_too():
     assert shares == {0: 1.0, 1: 1.0}
+
+@pytest.mark.xfail(strict=True)
+def test_passes_against_expectation():
+    assert True
 """
 
 
@@ -81,5 +85,5 @@ def test_a_failed_test_leaves_neither_limits_nor_objects(loop: str, tmp_path: Pa
         env["GPU_TESTS_NEXT"] = str(tmp_path / "next")
         env["GPU_TESTS_LINES"] = str(tmp_path / "lines.jsonl")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "RuntimeError: as said" in done.stdout and "MemoryError: none left" in done.stdout

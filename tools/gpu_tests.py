@@ -7,7 +7,8 @@ Environment:
 
     GPU_TESTS_NEXT   a file with the number of the next test, shared by the processes
     GPU_TESTS_LINES  a file of JSON lines that every process appends to: one when a test starts
-                     (`"kind": "test-start"`), one when it has ended (`"kind": "test"`)
+                     (`"kind": "test-start"`), one when it has ended (`"kind": "test"`); with the
+                     process that ran it, as messages about memory name others
 
 Once a test leaves CUDA unusable (an illegal access breaks the whole process), the process ends with
 status BROKEN, so that whoever started it can start another for the tests that are left.
@@ -72,7 +73,14 @@ class _Lines:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         line = self.found.setdefault(
             report.nodeid,
-            {"kind": "test", "id": report.nodeid, "outcome": "passed", "seconds": 0.0, "text": ""},
+            {
+                "kind": "test",
+                "id": report.nodeid,
+                "outcome": "passed",
+                "seconds": 0.0,
+                "text": "",
+                "process": os.getpid(),
+            },
         )
         line["seconds"] = round(line["seconds"] + report.duration, 2)
         if report.failed:
@@ -108,7 +116,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     number = take(counter)
     while number < len(items):
         item = items[number]
-        append(lines, {"kind": "test-start", "id": item.nodeid})
+        append(lines, {"kind": "test-start", "id": item.nodeid, "process": os.getpid()})
         kept.failed = False
         # Fixtures are torn down after each test: which comes next is not known yet.
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
