@@ -105,6 +105,8 @@ def last_hidden_state(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor,
     with capture(text_decoder(inner)) as captured:
         outputs = model(**inputs, logits_to_keep=1)
     hidden = captured.pop()
+    if torch.is_autocast_enabled(hidden.device.type):
+        torch.clear_autocast_cache()  # the head's copy for one position, and those of the blocks
     weights = head_weights(model)
     assert not isinstance(weights, str)  # the caller has asked why_not
     if not torch.is_autocast_enabled(hidden.device.type):

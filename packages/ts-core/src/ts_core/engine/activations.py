@@ -103,6 +103,11 @@ class Activations:
         return self._search.decision
 
     @property
+    def device_type(self) -> str:
+        """Of the device that the blocks compute on: "cuda" or "cpu"."""
+        return self._device.torch_device.type
+
+    @property
     def measuring(self) -> bool:
         """Whether a probe is under way, or has ended and the next forward decides by it."""
         return self._meter is not None

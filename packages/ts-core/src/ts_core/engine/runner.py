@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ts_core.engine.activation_meter import tensors_in
 from ts_core.engine.activations import Activations
+from ts_core.engine.casts import Casts
 from ts_core.engine.own_buffers import OwnBuffers
 from ts_core.engine.own_forward import OwnForward
 from ts_core.engine.replay.policy import BlockReplay
@@ -56,6 +57,7 @@ class BlockRunner:
         self._removed = False
         self._blocks = [weakref.ref(block) for block in blocks]
         self._turns = turns
+        self._casts = Casts(blocks)
         self._replace_forwards()
         if pager is not None:
             self._turns = turns or Turns(pager.copies.device)
@@ -75,6 +77,7 @@ class BlockRunner:
         if not in_backward():
             if self._pager is not None:
                 self._pager.new_pass()
+            self._casts.new_pass()
             if self._activations is not None:
                 self._activations.new_pass(args, kwargs)
                 if self._removed:
@@ -98,6 +101,7 @@ class BlockRunner:
 
             return self._perhaps_replayed(index, KEEP, forward, args, kwargs, plainly)
         if activations.store.went_back:
+            self._casts.new_pass()
             activations.new_pass()  # the caller does not go through the model's own forward
         span = activations.begin(index, args, kwargs)
         failed = True
@@ -106,7 +110,10 @@ class BlockRunner:
             def as_decided() -> Any:
                 if span.mode == RECOMPUTE:
                     again = self._recomputation(index, forward, guard, span.observe)
-                    return checkpoint(again, *args, use_reentrant=False, **kwargs)
+                    try:
+                        return checkpoint(again, *args, use_reentrant=False, **kwargs)
+                    finally:
+                        self._casts.computed(index, activations.device_type)
                 page = span.call.page if span.mode == OFFLOAD else None
                 if page is None and span.observe is None and guard is None:
                     return forward(*args, **kwargs)

@@ -1,0 +1,44 @@
+"""Autocast's copies of the weights of blocks that are computed again in backward.
+
+Autocast keeps a low-precision copy of each trained weight that it converts, so that the next use of
+the weight finds it, until its context is left. Under the usual context around a whole forward that
+is a second copy of the model, beside blocks whose activations are not even kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class Casts:
+    """Lets go of the copies when a block has been computed.
+
+    Where several blocks, or several calls of one, use a weight, its copy stays: the gradients of
+    its uses are then summed in low precision, as without this, and not one by one in high.
+
+    Args:
+        blocks: the stack.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        uses = Counter(id(p) for block in blocks for p in {*block.parameters()} if p.requires_grad)
+        self._once = all(count == 1 for count in uses.values())
+        self._called: set[int] = set()
+
+    def new_pass(self) -> None:
+        """A forward of the model begins."""
+        self._called.clear()
+
+    def computed(self, index: int, device_type: str) -> None:
+        """A block that will be computed again has been, here under the caller's autocast."""
+        if index in self._called:
+            self._once = False
+        self._called.add(index)
+        if not self._once or not torch.is_autocast_enabled(device_type):
+            return
+        if torch.is_autocast_cache_enabled():
+            torch.clear_autocast_cache()
