@@ -22,8 +22,9 @@ OUTPUT_LINES = 80
 LEGEND = (
     "*queued*: until the host has queued a step; *kernels*, *idle*: the GPU runs one, or nothing, "
     "per step (from profiled steps after the timed ones); *to GPU*: copied per step; *of link*: of "
-    "the rate of one large page-locked copy in the same process; *planned*: the peak that the plan "
-    "predicted; *ratio*: to trainstream (the form with 1.00x), within a round."
+    "the rate of one large page-locked copy in the same process; *planned*: the peak that was "
+    "expected once the first step had been measured; *ratio*: to trainstream (the form with "
+    "1.00x), within a round."
 )
 
 KERNELS = (

@@ -34,7 +34,8 @@ class Row:
         kernel_ms, idle_ms: the GPU runs a kernel, or nothing, per step; see `ts_bench.activity`.
         h2d_gb: 1e9 bytes copied to the device per step.
         link_share: of the measured rate of the link to the device.
-        predicted_gb: peak that trainstream's plan predicts, 1e9 bytes.
+        predicted_gb: peak that trainstream expects once the first step has been measured, or by
+            its plan where nothing was to be measured, 1e9 bytes.
     """
 
     scenario: str
@@ -159,7 +160,8 @@ def _activity(figures: Sequence[Measurement]) -> dict[str, float]:
         plan = figure.details.get("plan")
         predicted = plan.get("predicted") if isinstance(plan, dict) else None
         if isinstance(predicted, dict) and figure.peak_allocated_bytes is not None:
-            found["predicted_gb"] = predicted["total"] / 1e9
+            assert isinstance(plan, dict)
+            found["predicted_gb"] = (plan.get("expected") or predicted["total"]) / 1e9
     return found
 
 

@@ -426,6 +426,7 @@ def test_wrap_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found["pages"] > 0 and found["recomputed"] > 0
             assert not session.activations.adapting
             assert 0 < len(split.asked) < 30 and not any(split.asked)
+            assert memory_report(model)["plan"]["expected"] == device.memory()["peak_allocated"]
         else:
             assert len(split.asked) == 30
             assert found["policy"] == ["keep"] * DEPTH

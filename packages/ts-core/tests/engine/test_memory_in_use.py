@@ -271,3 +271,46 @@ gc.collect()
 assert kept_by_graphs(0) == 0, torch.cuda.memory_summary()
 """
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("full", "options"),
+    [
+        (False, {}),
+        (True, {"optimizer_mode": "auto"}),
+        (True, {"optimizer_mode": "auto", "max_grad_norm": 1.0}),
+        (True, {"optimizer_mode": "gpu"}),
+        (True, {}),
+    ],
+)
+def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
+    full: bool, options: dict[str, Any]
+) -> None:
+    """Twelve blocks of 106 MB, of which some stream, within 1.2 GiB."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = tiny_model(12, 2304, full=full)
+    tokens = torch.randint(0, 37, (8, 128)).cuda()
+    before = torch.cuda.memory_reserved()
+    limit = (1200 << 20) + before
+    model, optimizer = wrap(
+        model, lr=1e-3, quantize="none", device="cuda", vram_limit=limit, **options
+    )
+    expected: list[int | None] = []
+    for step in range(24):
+        if step == 16:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(memory_report(model)["plan"]["expected"])
+    report = memory_report(model)
+    hidden = report["replay"]["pool_bytes"]
+    peak = torch.cuda.max_memory_allocated() + hidden
+    told = {name: report[name] for name in ("plan", "activations", "optimizer", "replay")}
+    unwrap(model)
+    assert peak <= limit, told
+    assert expected[-1] == pytest.approx(peak, rel=0.10), told

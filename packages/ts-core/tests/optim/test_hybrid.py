@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from ts_core import OffloadAdamW, wrap
 from ts_core.device.host import HostDevice
 from ts_core.memory.arena import default_arena
+from ts_core.optim import updates
 from ts_core.optim.hybrid import HybridSplit, Piece, split
 from ts_core.optim.rates import Rates, measure_rates
 from ts_core.testing import inject_delays
@@ -137,11 +140,11 @@ def test_state_stays_within_the_target_with_its_gradients(clip: float | None) ->
     device.optimizer = optimizer
     optimizer.headroom = 0.1
     optimizer.build()
-    updates = optimizer._updates
-    updates.split = HybridSplit(
+    inside = optimizer._updates
+    inside.split = HybridSplit(
         device,
         lambda: Rates(4e9, 45e9),
-        updates.room_bytes,
+        inside.room_bytes,
         lines.append,
         lambda: optimizer.step_options.gradients_wait,
     )
@@ -175,8 +178,8 @@ def hybrid_on(params: Any, rates: Rates, lines: list[str], **options: Any) -> Of
         params, mode="hybrid", device=device, copies=CopyEngine(device), **options
     )
     optimizer.build()
-    updates = optimizer._updates
-    updates.split = HybridSplit(device, lambda: rates, updates.room_bytes, lines.append)
+    inside = optimizer._updates
+    inside.split = HybridSplit(device, lambda: rates, inside.room_bytes, lines.append)
     return optimizer
 
 
@@ -258,3 +261,28 @@ def test_wrap_takes_every_mode(lab: Any, mode: str) -> None:
     lab.run(model, optimizer, 3)
     lab.run(twin, OffloadAdamW(twin.parameters(), lr=1e-2), 3)
     assert lab.distance(model, twin) == 0.0
+
+
+def test_rates_are_those_of_an_idle_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates by the device that are still on their way would be measured as a slow link."""
+    device = Roomy()
+    copies = CopyEngine(device)
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(3)]
+    optimizer = OffloadAdamW(params, mode="hybrid", device=device, copies=copies)
+    optimizer.build()
+    work = optimizer._updates.storage.device_work()
+    found: list[tuple[bool, int]] = []
+
+    def measure(*args: Any) -> Rates:
+        found.append((done.is_set(), copies._lanes["d2h"].in_flight_bytes))
+        return RATES
+
+    monkeypatch.setattr(updates, "measure_rates", measure)
+    done = threading.Event()
+    for step in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if step == 1:
+            device.launch(work.stream, lambda: time.sleep(0.3) or done.set())
+        optimizer.step()
+    assert found == [(True, 0)]

@@ -170,12 +170,12 @@ def test_any_course_settles_within_the_target_or_with_everything_paged(needs: li
 def test_what_is_to_come_is_left_and_not_called_used() -> None:
     run = Run(2000, headroom=0.0)
     corrector = run.corrector
-    placed = corrector._placed()
+    placed = corrector.placed
     plan = corrector.observe(1, placed + 300 * MIB, apart=250 * MIB)
     assert plan is not None
     assert corrector.history[-1].peak == placed + 300 * MIB
     assert "250.00 MiB are to come" in corrector.history[-1].change
-    assert 2000 * MIB - corrector._placed() >= 550 * MIB
+    assert 2000 * MIB - corrector.placed >= 550 * MIB
     fixed = Run(2000, param_offload=False, headroom=0.0).corrector
     fixed.observe(1, 1900 * MIB, apart=500 * MIB)
     assert fixed.history[-1].change == ""  # nothing went over the target
@@ -194,7 +194,7 @@ def test_before_a_larger_input_blocks_leave_as_far_as_it_may_need() -> None:
     work = Work((1e9,) * BLOCKS)
 
     def beside() -> int:
-        return 2600 * MIB - corrector._placed()
+        return 2600 * MIB - corrector.placed
 
     assert corrector.make_room(1, 4.0) is None  # nothing is measured yet
     corrector.share_room(1, beside() - 500 * MIB, measured(10), work)

@@ -108,6 +108,11 @@ class Activations:
         return self._device.torch_device.type
 
     @property
+    def device_bytes(self) -> int:
+        """Device memory that the policy takes beyond a step that recomputes every block."""
+        return self._search.current.device_bytes
+
+    @property
     def measuring(self) -> bool:
         """Whether a probe is under way, or has ended and the next forward decides by it."""
         return self._meter is not None

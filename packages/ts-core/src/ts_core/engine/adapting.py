@@ -57,6 +57,7 @@ class PlacementAdapter:
             movable = [index for index in movable if not (trained and trained[index])]
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
+        self._held = 0  # of the optimizer on the device, when activations were measured
         self.depth = self._new_depth(session)
 
     @property
@@ -121,6 +122,7 @@ class PlacementAdapter:
         session = self._session()
         if session is None:
             return 0
+        self._held = 0 if session.optimizer is None else session.optimizer.held_on_device()
         before = session.plan
         work = work_of(session.blocks, measured)
         found = self.corrector.share_room(session.steps, room, measured, work)
@@ -128,6 +130,21 @@ class PlacementAdapter:
             return 0
         session.log(f"plan: {found.reasons[-1]}")
         return _placed(found) - _placed(before)
+
+    @property
+    def expected_peak(self) -> int | None:
+        """Device memory in bytes that a step takes, by what the first one showed.
+
+        What a step needs that recomputes every block, and recordings of blocks, with the blocks
+        and slots there are now, the activations that stay, and the optimizer's state and gradients.
+        None until activations have been measured on a device with a limit.
+        """
+        session, recomputing = self._session(), self.corrector.recomputing
+        if session is None or recomputing is None or session.activations is None:
+            return None
+        held = 0 if session.optimizer is None else session.optimizer.held_on_device()
+        kept = session.activations.device_bytes
+        return recomputing + self.corrector.placed + kept + held - self._held
 
     def before_larger(self, ratio: float) -> None:
         """An input comes that is `ratio` times as large as any before, and will be measured.

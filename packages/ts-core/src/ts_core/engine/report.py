@@ -35,7 +35,8 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         replay (with cuda_graphs: on, recorded, dropped, replayed_forwards, replayed_backwards;
         eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
-        and predicted_host in bytes by use, seconds, measured, reasons; with cuda_graphs recordings:
+        and predicted_host in bytes by use, seconds, measured, reasons; expected, the peak of a step
+        in bytes by what the first one showed, None before that; with cuda_graphs recordings:
         predicted and measured bytes beside the activations that they keep).
 
     Raises:
@@ -82,6 +83,7 @@ def _plan(session: TrainStreamSession) -> dict[str, Any]:
         "budget": session.device.usable_bytes(),
         "predicted": dict(plan.predicted),
         "predicted_host": dict(plan.host),
+        "expected": None if adapter is None else adapter.expected_peak,
         "seconds": dict(plan.seconds),
         "measured": {
             "peak_allocated": session.device.memory()["peak_allocated"],

@@ -409,6 +409,12 @@ class OffloadAdamW(ShownOptimizer):
         """Bytes of device memory that moments and master weights take."""
         return sum(bucket.place.device_bytes() for bucket in self._updates.buckets)
 
+    def held_on_device(self) -> int:
+        """Bytes of device memory that a step takes for state, and for gradients until its end."""
+        if self._resident is not None:
+            return int(self._resident.stats()["device_state_bytes"])
+        return self._updates.device_bytes()
+
     def state_away(self) -> tuple[int, float] | None:
         """(bytes of state elsewhere that device memory would serve, seconds that it costs a step).
 

@@ -138,6 +138,11 @@ class Bucket:
             self._absorb(not another_part)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of one step."""
+        return self.layout.numel * self.layout.dtype.itemsize
+
+    @property
     def gradients_stay(self) -> bool:
         """Whether gradients wait on the device for an update there."""
         return self.place.on_device and self.home is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
 from ts_core.optim.options import StepOptions
 from ts_core.optim.pipeline import UpdatePipeline
-from ts_core.optim.rates import measure_rates
+from ts_core.optim.rates import Rates, measure_rates
 from ts_core.optim.storage import Storage
 from ts_core.store.homes import TrainedHome
 
@@ -97,13 +96,17 @@ class Updates:
         if self.split is None and storage.splits():
             self.split = HybridSplit(
                 storage.copies.device,
-                functools.partial(
-                    measure_rates, storage.copies, storage.arena, self.options.threads
-                ),
+                self._measure_rates,
                 self.room_bytes,
                 self._say,
                 lambda: self.options.gradients_wait,
             )
+
+    def _measure_rates(self) -> Rates:
+        """Of an idle link: updates by the device may still be reading and writing over it."""
+        assert self.storage.copies is not None
+        self.settle()
+        return measure_rates(self.storage.copies, self.storage.arena, self.options.threads)
 
     def rehome(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> list[Bucket]:
         """Trained weights have moved into images of paged blocks, or out of them.
@@ -155,9 +158,18 @@ class Updates:
             return 0
         target = int(usable * (1.0 - self.options.headroom))
         leaving = [bucket for bucket in self.buckets if not bucket.gradients_stay] or self.buckets
-        size = sum(bucket.layout.numel * bucket.layout.dtype.itemsize for bucket in leaving)
+        size = sum(bucket.gradient_bytes for bucket in leaving)
         unseen = self.storage.copies.unseen_bytes(size)
         return target - device.memory()["peak_allocated"] - self.apart() - unseen
+
+    def device_bytes(self) -> int:
+        """Device memory of state, and of gradients that wait there for the end of backward."""
+        waits = self.options.gradients_wait
+        return sum(
+            bucket.place.device_bytes()
+            + (bucket.gradient_bytes if waits and bucket.gradients_stay else 0)
+            for bucket in self.buckets
+        )
 
     # -- during backward ----------------------------------------------------------------------
 

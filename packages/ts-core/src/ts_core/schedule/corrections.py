@@ -105,6 +105,11 @@ class PeakCorrector:
         return int(self._machine.device_bytes * (1.0 - self._options.headroom))
 
     @property
+    def recomputing(self) -> int | None:
+        """Bytes beside blocks and slots of a step that recomputes every block; None: not known."""
+        return self._recomputing
+
+    @property
     def needed(self) -> int:
         """The most bytes that any step used for other things than blocks and slots."""
         return self._most_needed
@@ -126,8 +131,8 @@ class PeakCorrector:
         if target is None:
             return None
         before = self._most_needed
-        if peak + apart - self._placed() > before:
-            self._most_needed = peak + apart - self._placed()
+        if peak + apart - self.placed > before:
+            self._most_needed = peak + apart - self.placed
             self._needed_with = self.plan.paged
         if not self._may_move:
             self._remember(step, peak, target, self._over(peak, target))
@@ -175,13 +180,13 @@ class PeakCorrector:
         """
         target = self.target
         if target is not None:
-            self._recomputing = target - room - self._placed()
+            self._recomputing = target - room - self.placed
         if not self._may_move or work is None or target is None:
             return None
         inputs = tuple(block.boundary for block in measured)
         needed = target - room  # of a step that recomputes every block
         again = sum(inputs) + max(block.saved for block in measured)
-        rest = max(0, needed - self._placed() - again)
+        rest = max(0, needed - self.placed - again)
         model = replace(
             self._model,
             fixed_device=rest,
@@ -240,7 +245,7 @@ class PeakCorrector:
         fixed = min(fixed, self._recomputing)
         ratio = min(ratio, _MOST_GROWTH)
         expected = fixed + int((self._recomputing - fixed) * ratio)
-        now = self._placed() + expected
+        now = self.placed + expected
         if now <= target:
             return None
         found = self._with_room_for(expected)
@@ -270,7 +275,9 @@ class PeakCorrector:
             case = Case(self._model, machine, options, (), 1)
         return case.plan(paged)
 
-    def _placed(self) -> int:
+    @property
+    def placed(self) -> int:
+        """Bytes of blocks and slots on the device."""
         predicted = self.plan.predicted
         return predicted.get("resident_blocks", 0) + predicted.get("slots", 0)
 
