@@ -287,13 +287,13 @@ assert kept_by_graphs(0) == 0, torch.cuda.memory_summary()
 def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     full: bool, options: dict[str, Any]
 ) -> None:
-    """Twelve blocks of 106 MB, of which some stream, within 1.2 GiB."""
+    """Twelve blocks of 106 MB, within 1.2 GiB (some stream) or, all trained, within 2.3 GiB."""
     gc.collect()
     torch.cuda.empty_cache()
     model = tiny_model(12, 2304, full=full)
     tokens = torch.randint(0, 37, (8, 128)).cuda()
     before = torch.cuda.memory_reserved()
-    limit = (1200 << 20) + before
+    limit = ((2300 if full else 1200) << 20) + before
     model, optimizer = wrap(
         model, lr=1e-3, quantize="none", device="cuda", vram_limit=limit, **options
     )

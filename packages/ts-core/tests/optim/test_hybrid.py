@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -286,3 +288,28 @@ def test_rates_are_those_of_an_idle_link(monkeypatch: pytest.MonkeyPatch) -> Non
             device.launch(work.stream, lambda: time.sleep(0.3) or done.set())
         optimizer.step()
     assert found == [(True, 0)]
+
+
+def test_gradients_go_as_soon_as_the_device_has_updated() -> None:
+    """Not at step(): a backward would hold all of them beside the activations."""
+    device = Roomy()
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(6)]
+    size = params[0].numel() * 4
+    copies = CopyEngine(device, max_inflight_bytes=8 * size)  # two of them for updates
+    optimizer = OffloadAdamW(params, mode="gpu", device=device, copies=copies)
+    optimizer.build()
+    alive: list[int] = []
+    gradients: list[weakref.ref[Any]] = []  # to the memory
+    for param in params:
+        memory = np.ones(tuple(param.shape), dtype=np.float32)
+        gradients.append(weakref.ref(memory))
+        param.grad = torch.from_numpy(memory)
+        del memory
+        optimizer._on_gradient(param)
+        alive.append(sum(reference() is not None for reference in gradients))
+    assert max(alive) <= 5
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and sum(r() is not None for r in gradients) > 2:
+        time.sleep(0.01)
+    assert sum(reference() is not None for reference in gradients) <= 2  # kept until the next
+    optimizer.step()

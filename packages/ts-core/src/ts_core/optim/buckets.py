@@ -240,13 +240,15 @@ class Bucket:
     def take_update(self, hyper: Hyper) -> Update:
         """This step's update, to be queued; counts it in `steps`.
 
-        On the calling thread, before reads of the parameters are guarded.
+        On the calling thread, before reads of the parameters are guarded. The update alone keeps
+        the gradients from here on, which may be long before step().
         """
-        assert self._sealed is not None
+        sealed, self._sealed = self._sealed, None
+        assert sealed is not None
         readers = self.layout.begin_update()
         update = Update(
             target=self._flat,
-            gradients=self._sealed,
+            gradients=sealed,
             segments=list(self._segments()),
             hyper=hyper,
             behind=[self._copies.record_compute()] if readers is None else readers,
