@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_pla
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.corrections import PeakCorrector
 from ts_core.schedule.plan import Work
+from ts_core.schedule.rates import TYPICAL_GPU
 
 MIB = 1 << 20
 BLOCKS = 20
@@ -211,6 +213,38 @@ def test_before_a_larger_input_blocks_leave_as_far_as_it_may_need() -> None:
     # It needed no more than before, so they return.
     corrector.share_room(3, beside() - 500 * MIB, measured(10), work)
     assert run.paged <= paged
+
+
+@pytest.mark.parametrize(
+    ("seconds", "trained", "leaves"),
+    [
+        (1.0, False, True),  # of products: the link has time for many blocks
+        (0.01, False, False),  # the link is what a step waits for
+        (1.0, True, False),
+    ],
+)
+def test_frozen_blocks_leave_for_activations_where_the_link_has_time(
+    seconds: float, trained: bool, leaves: bool
+) -> None:
+    """A step streams 4 of 20 blocks; there is room to keep the activations of 2."""
+    trains = {"trained_pageable": (100 * MIB,) * BLOCKS} if trained else {}
+    model = ModelProfile((100 * MIB,) * BLOCKS, fixed_device=200 * MIB, **trains)
+    machine = MachineProfile(2400 * MIB, rates=TYPICAL_GPU)
+    asked = PlanOptions(headroom=0.0, avoid_pages=True)
+    paged = (3, 7, 11, 15)
+    plan = make_plan(model, machine, replace(asked, param_offload=paged))
+    corrector = PeakCorrector(model, machine, asked, plan, range(BLOCKS))
+    flops = seconds * TYPICAL_GPU.matmul_bf16 * 0.75 / 3 / BLOCKS
+    needed = 200 * MIB + 120 * MIB + 20 * MIB  # weights outside, a block's own, inputs
+    room = 2400 * MIB - corrector.placed - needed
+    assert 240 * MIB <= room < 460 * MIB
+    found = corrector.share_room(1, room, measured(120), Work((flops,) * BLOCKS, backward=1.0))
+    if not leaves:
+        assert found is None or len(found.paged) <= 4
+        return
+    assert found is not None and found is corrector.plan
+    assert len(found.paged) >= 12
+    assert "stream now" in corrector.history[-1].change
 
 
 def test_a_placement_that_was_asked_for_stays_before_a_larger_input() -> None:

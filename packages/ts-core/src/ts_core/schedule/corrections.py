@@ -32,6 +32,8 @@ _MOST_RETURNS = 4
 _MOST_GROWTH = 4.0
 # Room left over when blocks change place, so that steps that differ a little do not move them.
 _MARGIN = 0.01
+# Blocks leave for activations where the predicted step is shorter by this share.
+_WORTH_LEAVING = 0.08
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class PeakCorrector:
         The room can go to activations, which saves computing them again, or to blocks, which saves
         streaming them. When the shortest predicted step has more blocks on the device, they return
         now, and activations get what is left. When there is not even room to recompute every
-        block, blocks leave.
+        block, blocks leave; frozen ones also where the link has time for them, so that more
+        activations stay.
 
         Args:
             step: optimizer steps done.
@@ -203,7 +206,9 @@ class PeakCorrector:
         best = evaluate(model, machine, self._options)
         now = len(self.plan.paged)
         more = len(best.paged) - now
-        if not best.fits or more == 0 or (more > 0 and room >= 0):
+        if not best.fits or more == 0:
+            return None
+        if more > 0 and room >= 0 and not self._worth_leaving(best, model, machine):
             return None
         if more < 0 and self._model.gradients_wait and any(self._model.trained_pageable):
             return None  # the peak of a step tells whether their gradients fit as well
@@ -223,6 +228,15 @@ class PeakCorrector:
         self._quiet = 0
         self.adapting = True
         return self.plan
+
+    def _worth_leaving(self, best: Plan, model: ModelProfile, machine: MachineProfile) -> bool:
+        if any(model.trained_pageable):
+            return False  # their updates and gradients would take other ways
+        stay = replace(self._options, param_offload=self.plan.paged or False)
+        now = evaluate(model, machine, stay)
+        if not (now.fits and now.seconds and best.seconds):
+            return False
+        return best.seconds["step"] <= (1 - _WORTH_LEAVING) * now.seconds["step"]
 
     def make_room(self, step: int, ratio: float) -> Plan | None:
         """An input comes that is `ratio` times as large as the largest so far.
