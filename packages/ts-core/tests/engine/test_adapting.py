@@ -203,9 +203,9 @@ def slow_and_fast_links() -> list[HardwareProfile]:
     return [replace(TYPICAL_GPU, h2d=rate, d2h=rate, duplex=2 * rate) for rate in (1e3, 1e18)]
 
 
-@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("link", ["slow", "fast", "not known"])
 def test_known_activations_share_the_room_with_blocks(
-    monkeypatch: pytest.MonkeyPatch, slow: bool
+    monkeypatch: pytest.MonkeyPatch, link: str
 ) -> None:
     model, optimizer = start(monkeypatch, lambda step: 0.0)
     session = model._trainstream_session
@@ -213,7 +213,8 @@ def test_known_activations_share_the_room_with_blocks(
     adapter = session.adapter
     corrector = adapter.corrector
     corrector._options = replace(corrector._options, reserve=None, activation_offload=False)
-    corrector._machine = replace(corrector._machine, rates=slow_and_fast_links()[not slow])
+    rates = dict(zip(("slow", "fast"), slow_and_fast_links(), strict=True)).get(link)
+    corrector._machine = replace(corrector._machine, rates=rates)
     for index in ("first", "second"):  # stream four of the six blocks
         monkeypatch.setattr(
             session.device,
@@ -224,14 +225,16 @@ def test_known_activations_share_the_room_with_blocks(
     assert paged(model) == 4
     # A step that recomputes everything needs 1.6 blocks beside the four in place, of eight.
     measured = [BlockActivations(int(0.9 * size), 0, int(0.1 * size))] * DEPTH
-    taken = adapter.share_room(measured, int(2.4 * size))
-    if slow:  # streaming bounds the step: 6 blocks and 1.6 fit in 8
+    room = -size if link == "not known" else int(2.4 * size)
+    taken = adapter.share_room(measured, room)
+    if link == "slow":  # streaming bounds the step: 6 blocks and 1.6 fit in 8
         assert taken == 2 * size and paged(model) == 0
         assert any("activations are known: 4 blocks stay" in event for event in session.events)
-    else:
-        assert taken == 0 and paged(model) == 4
-        assert adapter.share_room(measured, -size) == -2 * size  # not even that fits: blocks leave
-        assert paged(model) == 6
+    elif link == "fast":  # it has time for all, so that more activations stay
+        assert taken == -2 * size and paged(model) == 6
+        assert any("activations are known: 2 more blocks" in event for event in session.events)
+    else:  # not even a step that recomputes everything fits: blocks leave
+        assert taken == -2 * size and paged(model) == 6
     monkeypatch.setattr(
         session.device, "memory", lambda: {"peak_allocated": session.device.pool.used}
     )
