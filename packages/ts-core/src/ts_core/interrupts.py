@@ -9,8 +9,12 @@ from typing import Any
 
 # Those whose handlers commonly raise: Ctrl-C, a scheduler's end of time, an alarm.
 _SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+    int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 ]
+try:  # signal's own functions turn handlers into enums, which takes ten times as long as the rest
+    import _signal as fast_signal  # type: ignore[import-not-found]
+except ImportError:  # not CPython
+    import signal as fast_signal
 
 
 class HeldBack:
@@ -51,15 +55,15 @@ class HeldBack:
             self._restore()
 
     def _hold(self, number: int) -> None:
-        handler = signal.getsignal(number)
+        handler = fast_signal.getsignal(number)
         if callable(handler):
             self._handlers[number] = handler
-            signal.signal(number, self._note)
+            fast_signal.signal(number, self._note)
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:  # not replaced meanwhile
-                signal.signal(number, handler)
+            if fast_signal.getsignal(number) == self._note:  # not replaced meanwhile
+                fast_signal.signal(number, handler)
         came, self._came = self._came, []  # only now does no more come
         for number in came:
             self._handlers[number](number, None)
