@@ -8,28 +8,22 @@ that is still being updated waits for that one.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ts_core.device import Device
 from ts_core.errors import OptionError, StateError
 from ts_core.interrupts import held_back
 from ts_core.memory.arena import PinnedArena, default_arena
-from ts_core.optim import checks, state
-from ts_core.optim.buckets import Bucket
-from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_streamed
+from ts_core.optim import checks
 from ts_core.optim.data_parallel import join
+from ts_core.optim.hooks import GradientHooks
 from ts_core.optim.options import StepOptions
-from ts_core.optim.ownership import own, owners
-from ts_core.optim.read_guard import Flight, compiled_code_in_use
 from ts_core.optim.resident import ResidentAdamW, move_to_device
-from ts_core.optim.shown import ShownOptimizer
+from ts_core.optim.state_places import PlacedState
 from ts_core.optim.storage import Storage
 from ts_core.optim.updates import Updates
 from ts_core.store.homes import TrainedHome
@@ -45,13 +39,9 @@ _TORCH_FLAGS = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-_DISPLACED = (
-    "another OffloadAdamW was made for parameters of this one and takes their gradients. Use one "
-    "optimizer per parameter, and load_state_dict() to go on from an older one's state."
-)
 
 
-class OffloadAdamW(ShownOptimizer):
+class OffloadAdamW(PlacedState):
     """torch.optim.AdamW with its state in host memory, or split between host and device.
 
     Gradients are taken from the parameters by hooks during backward (`param.grad` is None
@@ -147,9 +137,7 @@ class OffloadAdamW(ShownOptimizer):
         storage.use(device, copies, arena or default_arena())
         storage.homes = dict(homes or {})
         self._updates = Updates(storage, self.step_options, lambda: self.param_groups, self._say)
-        self._handles: list[RemovableHandle] = []
-        self._attached = False
-        self._displaced = False
+        self._hooks = GradientHooks()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -158,30 +146,12 @@ class OffloadAdamW(ShownOptimizer):
             **_TORCH_FLAGS,
         }
         super().__init__(params, defaults)
-        params = [param for group in self.param_groups for param in group["params"]]
-        self._updates.ranks = join(distributed, params, mode, self.step_options, self._say)
+        self._updates.ranks = join(distributed, self._params(), mode, self.step_options, self._say)
         if self._updates.ranks is not None and mode == "auto":
             self.mode = storage.mode = "cpu"
         self.attach()
 
     # -- set-up ----------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        """Per parameter: step, and the state that is fp32 in memory, as live views.
-
-        Waits for updates in flight. Write into the tensors between steps, in place; entries that
-        are replaced or removed are not noticed (`load_state_dict` is).
-        """
-        updates = self.__dict__.get("_updates")
-        if updates is not None and self._resident is None and updates.buckets:
-            updates.finish()
-            state.fill_steps(updates.buckets, self._state)
-        return self._state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim.Optimizer.add_param_group."""
@@ -194,29 +164,18 @@ class OffloadAdamW(ShownOptimizer):
             raise
         if self._updates.ranks is not None:
             self._updates.ranks.share(group["params"])
-        if self._attached:
-            self._hook(group["params"])
+        if self._hooks.attached:
+            self._hooks.add(self, group["params"])
 
     def attach(self) -> None:
         """Take gradients from the parameters by hooks, during backward."""
-        if self._attached or self._resident is not None:
-            return
-        if self._displaced:
-            raise StateError(_DISPLACED)
-        self._attached = True
-        for group in self.param_groups:
-            self._hook(group["params"])
-        install_clip_guard()
+        if not self.takes_gradients:
+            self._hooks.attach(self, self._params())
 
     def detach(self) -> None:
         """Remove the hooks: gradients stay in `param.grad` and step() takes them from there."""
         self.synchronize()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for group in self.param_groups:
-            unmark_streamed(group["params"])
-        self._attached = False
+        self._hooks.detach(self._params())
 
     def adopt(
         self,
@@ -254,48 +213,9 @@ class OffloadAdamW(ShownOptimizer):
             storage.kind = kind
             storage.use(device, copies, storage.arena)
         self._on_event = on_event
-        if max_grad_norm is not None:
-            self.max_grad_norm = max_grad_norm
-        if accumulation_steps != 1:
-            self.accumulation_steps = accumulation_steps
-        if eager is not None:
-            self.step_options.set_eager(eager)
-        if threads is not None:
-            self.threads = threads
+        self.step_options.join(max_grad_norm, accumulation_steps, eager, threads)
         self.set_homes(homes)
         self.attach()
-
-    def set_homes(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> None:
-        """Trained weights have moved into host images of paged blocks, or out of them.
-
-        Between steps; waits for updates in flight. Their state is kept bit for bit.
-
-        Args:
-            homes: of all weights that live in images now.
-
-        Raises:
-            StateError: in the middle of a step, or when state is on the device.
-        """
-        if homes and self._resident is not None:
-            raise StateError(
-                f"{len(homes)} trained weights are to stream, but their optimizer state is on the "
-                f"device (make_resident). Make a new optimizer and load its state dict."
-            )
-        for bucket in self._updates.rehome(homes):
-            self._show_state(bucket)
-
-    @property
-    def mid_step(self) -> bool:
-        """Whether gradients of an unfinished step have come, in this backward or one before it."""
-        return self._updates.mid_step
-
-    def refuse_mid_step(self, what: str) -> None:
-        """Raise if gradients of an unfinished step are here.
-
-        Raises:
-            StateError: they are; `what` is named as the reason to finish the step first.
-        """
-        self._updates.refuse_mid_step(what)
 
     def make_resident(self) -> None:
         """Keep state on the device from now on, under torch's fused AdamW; host state is freed.
@@ -315,36 +235,12 @@ class OffloadAdamW(ShownOptimizer):
         self._show_resident()
         self._updates.clear()
 
-    def _show_resident(self) -> None:
-        assert self._resident is not None
-        for group in self.param_groups:
-            group["fused"] = True
-        self.state = type(self._state)(dict)
-        self._state.update(self._resident.entries)
-
-    def _hook(self, params: Sequence[torch.nn.Parameter]) -> None:
-        # A weak reference: a hook that held the optimizer would keep both alive for ever.
-        hook = functools.partial(_forward_gradient, weakref.ref(self))
-        for other in owners(params):
-            if other is not self:
-                other.displace()
-        own(self, params)
-        for param in params:
-            if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-        mark_streamed(params)
-
     def displace(self) -> None:
         """Another OffloadAdamW has taken over parameters of this one, which stops here."""
         self.detach()
         self._updates.drop("another OffloadAdamW took over")
-        self._displaced = True
+        self._hooks.displace()
         self._say("another OffloadAdamW was made for the same parameters and takes their gradients")
-
-    def build(self) -> None:
-        """Allocate buckets and state for every parameter that has none yet."""
-        for bucket in self._updates.build():
-            self._show_state(bucket)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if param.grad is None or self._updates.group_of(param) is None:
@@ -354,6 +250,9 @@ class OffloadAdamW(ShownOptimizer):
             if param not in self._updates.where:
                 self.build()
             self._updates.take(param, grad)
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -382,8 +281,7 @@ class OffloadAdamW(ShownOptimizer):
 
     def _step(self) -> None:
         updates = self._updates
-        if self._displaced:
-            raise StateError(_DISPLACED)
+        self._hooks.check_not_displaced()
         if updates.ranks is not None:
             self.build()  # a process without any gradient takes part in the average too
         if self._resident is not None:
@@ -395,39 +293,14 @@ class OffloadAdamW(ShownOptimizer):
                 self.param_groups, self.step_options, updates.steps
             )
             return
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._on_gradient(param)
+        for param in self._params():
+            if param.grad is not None:
+                self._on_gradient(param)
         updates.step()
         if self.after_step is not None:
             self.after_step()
         if updates.split is not None and not (self.split_waits and self.split_waits()):
             updates.split.after_step(self)
-
-    def state_on_device(self) -> int:
-        """Bytes of device memory that moments and master weights take."""
-        return sum(bucket.place.device_bytes() for bucket in self._updates.buckets)
-
-    def held_on_device(self) -> int:
-        """Bytes of device memory that a step takes for state, and for gradients until its end."""
-        if self._resident is not None:
-            return int(self._resident.stats()["device_state_bytes"])
-        return self._updates.device_bytes()
-
-    def state_away(self) -> tuple[int, float] | None:
-        """(bytes of state elsewhere that device memory would serve, seconds that it costs a step).
-
-        None where state is not split between places, or all of it is on the device for good.
-        """
-        split = self._updates.split
-        if split is None or self._resident is not None:
-            return None
-        return split.away(self._updates.buckets)
-
-    def leave_room_for(self, apart: Callable[[], int]) -> None:
-        """State leaves room for what `apart()` gives: bytes that no peak of a step shows yet."""
-        self._updates.apart = apart
 
     def give_state_back(self, excess: int) -> bool:
         """A step took `excess` bytes of device memory more than it should.
@@ -448,17 +321,7 @@ class OffloadAdamW(ShownOptimizer):
     @property
     def takes_gradients(self) -> bool:
         """Whether it updates its parameters: attached, or with its state on the device."""
-        return self._attached or self._resident is not None
-
-    def flight_of(self, param: torch.nn.Parameter) -> Flight | None:
-        """The last update of `param` while it is (or may be) on its way."""
-        where = self._updates.where.get(param)
-        return None if where is None else self._updates.buckets[where[0]].flight
-
-    @property
-    def reads_wait(self) -> bool:
-        """Whether reads of parameters wait for their updates by themselves."""
-        return self.guard_params and not compiled_code_in_use()
+        return self._hooks.attached or self._resident is not None
 
     def synchronize(self) -> None:
         """Wait for updates in flight: every parameter and all state hold their new values.
@@ -480,80 +343,3 @@ class OffloadAdamW(ShownOptimizer):
         """
         if self._updates.backward_failed():
             self._updates.drop("a backward raised before step()")
-
-    def _say(self, text: str) -> None:
-        if self._on_event is not None:
-            self._on_event(text)
-
-    # -- state -----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """State in torch.optim.AdamW's layout (plus fp32 `master` of low-precision parameters).
-
-        fp32 moments are handed out as views of live memory, as torch's are of its own; bf16 and
-        8-bit ones expanded to fp32, above 64 MiB in memory-mapped temporary files, so that saving
-        needs no more RAM than training.
-
-        Raises:
-            StateError: in the middle of a step, whose gradients so far would be lost.
-        """
-        if self._resident is None:
-            self._updates.refuse_mid_step("state_dict()")
-            self._updates.settle()
-            live, self.state = self._state, self._filled_state()
-            try:
-                return super().state_dict()
-            finally:
-                self.state = live
-        self._resident.reports.flush()
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch.optim.AdamW; copies into place.
-
-        Raises:
-            StateError: in the middle of an accumulation.
-            DataError: groups, shapes or flags that do not match; nothing has been changed then.
-        """
-        self._updates.refuse_mid_step("load_state_dict()")
-        state.check(self.param_groups, state_dict)
-        if self._resident is not None:
-            self._resident.load(self.param_groups, state_dict)
-            return
-        self.build()
-        self._updates.settle()
-        was_resident = any(group.get("fused") for group in state_dict["param_groups"])
-        state.load(self.param_groups, self._updates.buckets, self._updates.where, state_dict)
-        if was_resident and self.after_step is not None:
-            self.after_step()
-
-    def _filled_state(self) -> Any:
-        return state.filled(self._updates.buckets, type(self._state))
-
-    def _show_state(self, bucket: Bucket) -> None:
-        """`optimizer.state[param]`: live views where state is fp32 (the step is filled on save)."""
-        for param, entry in state.live(bucket):
-            self._state[param] = entry
-
-    def place_state(self, places: Sequence[str]) -> None:
-        """Move the state of each bucket, in order of `buckets`.
-
-        Places are "host", "zero_copy" and "resident". Values are kept bit
-        for bit. Between steps; waits for updates in flight.
-
-        Raises:
-            StateError: in the middle of a step.
-            OptionError: a place that does not exist, or another number of them.
-        """
-        self.build()
-        self._updates.refuse_mid_step("place_state()")
-        self._updates.settle()
-        self._updates.storage.move(self._updates.buckets, places)
-        for bucket in self._updates.buckets:
-            self._show_state(bucket)
-
-
-def _forward_gradient(optimizer: weakref.ref[OffloadAdamW], param: torch.nn.Parameter) -> None:
-    owner = optimizer()
-    if owner is not None:
-        owner._on_gradient(param)

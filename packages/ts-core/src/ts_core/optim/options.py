@@ -60,6 +60,23 @@ class StepOptions:
         checks.eager(value, self.needs_norm)
         self.eager_choice = value
 
+    def join(
+        self,
+        max_grad_norm: float | None,
+        accumulation: int,
+        eager: bool | None,
+        threads: int | None,
+    ) -> None:
+        """Take a session's options where they are not its defaults."""
+        if max_grad_norm is not None:
+            self.max_grad_norm = max_grad_norm
+        if accumulation != 1:
+            self.set_accumulation(accumulation)
+        if eager is not None:
+            self.set_eager(eager)
+        if threads is not None:
+            self.threads = threads
+
 
 class Option:
     """An attribute of an optimizer that is kept in its `step_options`."""

@@ -12,6 +12,7 @@ import torch
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.norms import Verdict
 from ts_core.optim.options import Option, StepOptions
+from ts_core.optim.read_guard import Flight, compiled_code_in_use
 from ts_core.optim.refusals import RefusingOptimizer
 from ts_core.optim.resident import ResidentAdamW
 from ts_core.optim.updates import Updates
@@ -30,6 +31,7 @@ class ShownOptimizer(RefusingOptimizer):
     _updates: Updates
     _resident: ResidentAdamW | None
     _resident_norm: float | torch.Tensor | None
+    _on_event: Callable[[str], None] | None
 
     max_grad_norm = Option("max_grad_norm", "Clip the global norm to this; None does not clip.")
     compute_grad_norm = Option("compute_grad_norm", "Measure the norm without clipping.")
@@ -123,6 +125,29 @@ class ShownOptimizer(RefusingOptimizer):
         """The pieces that are transferred and updated as one, in the order of the groups."""
         return self._updates.buckets
 
+    @property
+    def mid_step(self) -> bool:
+        """Whether gradients of an unfinished step have come, in this backward or one before it."""
+        return self._updates.mid_step
+
+    def refuse_mid_step(self, what: str) -> None:
+        """Raise if gradients of an unfinished step are here.
+
+        Raises:
+            StateError: they are; `what` is named as the reason to finish the step first.
+        """
+        self._updates.refuse_mid_step(what)
+
+    def flight_of(self, param: torch.nn.Parameter) -> Flight | None:
+        """The last update of `param` while it is (or may be) on its way."""
+        where = self._updates.where.get(param)
+        return None if where is None else self._updates.buckets[where[0]].flight
+
+    @property
+    def reads_wait(self) -> bool:
+        """Whether reads of parameters wait for their updates by themselves."""
+        return self.guard_params and not compiled_code_in_use()
+
     def stats(self) -> dict[str, Any]:
         """mode, steps, eager, buckets, parameters, values by place, host and device bytes of state,
         grad_norm, resident, link counters."""
@@ -137,6 +162,10 @@ class ShownOptimizer(RefusingOptimizer):
             **self._updates.stats(),
             **moved,
         }
+
+    def _say(self, text: str) -> None:
+        if self._on_event is not None:
+            self._on_event(text)
 
 
 def _norm_of(verdict: Future[Verdict]) -> float:
