@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ts_kernels
-from ts_kernels import _gated_mlp, _rms_norm_launch, _rotary, _split, reference
+from ts_kernels import _gated_mlp, _rms_norm_launch, _rotary, _rotary_plan, _split, reference
 from ts_kernels._backend import interpreting
 from ts_kernels.testing import assert_rounding_tier, compare_with_reference
 
@@ -152,6 +152,33 @@ def test_rotary_with_channels_apart_in_memory():
     ours = ts_kernels.rotary(q, k, angles.cos(), angles.sin())
     plain = reference.rotary(q, k, angles.cos(), angles.sin())
     torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "heads, kv_heads, size, rotary_size",
+    [(8, 4, 8, 8), (5, 3, 8, 8), (1, 9, 10, 6), (3, 0, 16, 4)],
+    ids=str,
+)
+def test_every_plan_of_rotary_gives_the_same_bits(
+    monkeypatch, dtype, interleaved, heads, kv_heads, size, rotary_size
+):
+    q, k = (torch.randn(2, 3, n, size).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
+    angles = torch.randn(2, 3, rotary_size)
+    cos, sin = angles.cos(), (angles + 0.1).sin()
+    for backward in (False, True):
+        expected = _rotary._rotate(q, k, cos, sin, interleaved, backward)
+        for plan in (
+            _rotary_plan.RotaryPlan(False, 2, 4),
+            _rotary_plan.RotaryPlan(True, 1, 1),
+            _rotary_plan.RotaryPlan(True, 4, 2),
+            _rotary_plan.RotaryPlan(True, 16, 8),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(_rotary, "rotary_plan", lambda *args, plan=plan: plan)
+                actual = _rotary._rotate(q, k, cos, sin, interleaved, backward)
+            assert all(map(torch.equal, actual, expected)), plan
 
 
 def test_split_halves_hold_sixteen_bits():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from ts_kernels._backend import on_device_of, runs_eagerly, use_triton
 from ts_kernels._library import define_op
-from ts_kernels._rms_norm_plan import last_power_of_2, next_power_of_2
+from ts_kernels._rms_norm_plan import next_power_of_2
+from ts_kernels._rotary_plan import rotary_plan
 
 
 def rotary(
@@ -190,46 +192,48 @@ class _EagerRotary(torch.autograd.Function):
 def _launch(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool
 ) -> tuple[Tensor, Tensor]:
-    from ts_kernels.triton_kernels.rotary import rotary_kernel
-
     results = _fake(q, k, cos, sin, interleaved, backward)
     q, k, cos, sin = map(_unit_stride, (q, k, cos, sin))
     q_out, k_out = (t if t.stride(-1) == 1 else t.new_empty(t.shape) for t in results)
     batch, q_heads, tokens, size = q.shape
     k_heads, rotary_size = k.shape[1], cos.shape[-1]
     pairs = next_power_of_2(rotary_size // 2)
-    most = max(q_heads, k_heads, 1)
-    heads = min(next_power_of_2(most), last_power_of_2(max(1, 1024 // pairs)))
-    groups = -(-q_heads // heads) + -(-k_heads // heads)
+    plan = rotary_plan(q_heads, k_heads, pairs)
+    q_groups, k_groups = -(-q_heads // plan.heads), -(-k_heads // plan.heads)
     cos_batch, sin_batch = (0 if t.shape[0] == 1 else t.stride(0) for t in (cos, sin))
+    strides = (t.stride()[:3] for t in (q, k, q_out, k_out))
+    arguments = (
+        *(q, k, q_out, k_out, cos, sin),
+        *chain.from_iterable(strides),
+        *(cos_batch, cos.stride(1), sin_batch, sin.stride(1)),
+        *(tokens, q_heads, k_heads),
+    )
+    options = {
+        "ROTARY": rotary_size,
+        "HEAD_SIZE": size,
+        "TAIL": next_power_of_2(size - rotary_size) if size > rotary_size else 0,
+        "PAIRS": pairs,
+        "INTERLEAVED": interleaved,
+        "BACKWARD": backward,
+        "HEADS": plan.heads,
+        "num_warps": plan.num_warps,
+    }
     with on_device_of(q):
-        rotary_kernel[(batch * tokens, groups)](
-            q,
-            k,
-            q_out,
-            k_out,
-            cos,
-            sin,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *q_out.stride()[:3],
-            *k_out.stride()[:3],
-            cos_batch,
-            cos.stride(1),
-            sin_batch,
-            sin.stride(1),
-            tokens,
-            q_heads,
-            k_heads,
-            ROTARY=rotary_size,
-            HEAD_SIZE=size,
-            TAIL=next_power_of_2(size - rotary_size) if size > rotary_size else 0,
-            PAIRS=pairs,
-            INTERLEAVED=interleaved,
-            BACKWARD=backward,
-            HEADS=heads,
-            num_warps=4,
-        )
+        if plan.per_token:
+            from ts_kernels.triton_kernels.rotary_tokens import rotary_tokens_kernel
+
+            whole = q_heads % plan.heads == 0 and k_heads % plan.heads == 0
+            rotary_tokens_kernel[(batch * tokens,)](
+                *arguments,
+                Q_GROUPS=q_groups,
+                K_GROUPS=k_groups,
+                FULL=whole and rotary_size == 2 * pairs,
+                **options,
+            )
+        else:
+            from ts_kernels.triton_kernels.rotary import rotary_kernel
+
+            rotary_kernel[(batch * tokens, q_groups + k_groups)](*arguments, **options)
     for result, out in zip(results, (q_out, k_out), strict=True):
         if out is not result:  # its channels are not neighbours in memory
             result.copy_(out)
