@@ -124,6 +124,41 @@ def test_weight_gradient_over_many_programs(monkeypatch):
     torch.testing.assert_close(dw, expected)
 
 
+@pytest.mark.parametrize("rows, hidden", [(11, 320), (7, 64), (1, 131)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_plans_of_the_norm_that_read_earlier_give_the_same_bits(
+    monkeypatch, rows, hidden, residual
+):
+    """320 columns are two blocks; 11 rows in tiles of 2 leave a tile and a program part empty."""
+    x, dy = torch.randn(2, rows, hidden)
+    added = torch.randn(rows, hidden) if residual else None
+    weight = torch.randn(hidden)
+    form = _rms_norm_launch.Form(1e-5)
+
+    def run():
+        y, rstd, summed = _rms_norm_launch.forward(x, added, weight, form)
+        dsum = dy.flip(0) if residual else None
+        return y, *_rms_norm_launch.backward(dy, dsum, summed, weight, rstd, form, True, True)
+
+    forward = _rms_norm_plan.forward_plan(rows, hidden)
+    backward = _rms_norm_plan.backward_plan(rows, hidden, True)
+    tiles = -(-rows // 2)
+    backward = backward._replace(
+        rows_per_tile=2, tiles_per_program=4, programs=-(-tiles // 4), stages=1
+    )
+    monkeypatch.setattr(_rms_norm_launch, "forward_plan", lambda *args: forward)
+    monkeypatch.setattr(_rms_norm_launch, "backward_plan", lambda *args: backward)
+    expected = run()
+    plain = reference.rms_norm(x + added if residual else x, weight, 1e-5)
+    torch.testing.assert_close(expected[0], plain)
+    for ahead in (1, 2):
+        changed = backward._replace(ahead=ahead, unroll=2)
+        monkeypatch.setattr(_rms_norm_launch, "backward_plan", lambda *args, p=changed: p)
+        early = forward._replace(early_weight=True)
+        monkeypatch.setattr(_rms_norm_launch, "forward_plan", lambda *args, p=early: p)
+        assert all(map(torch.equal, run(), expected)), ahead
+
+
 def mean_square_as_torch_on_cuda(row, rows):
     """One row of float32 squares, added up thread by thread as torch's CUDA kernel does it."""
     hidden = row.numel()

@@ -150,6 +150,7 @@ def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, form: Fo
             VECTORIZED=vectorized,
             LOG_WIDTH=width.bit_length() - 1,
             LOG_HEIGHT=height.bit_length() - 1,
+            EARLY_WEIGHT=plan.early_weight,
             num_warps=plan.num_warps,
             enable_fp_fusion=False,
         )
@@ -166,7 +167,10 @@ def _launch_backward(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    from ts_kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, sum_parts_kernel
+    from ts_kernels.triton_kernels.rms_norm_backward import (
+        rms_norm_backward_kernel,
+        sum_parts_kernel,
+    )
 
     x2, dy2 = _as_rows(x), _as_rows(dy)
     dsum2 = dy2 if dsum is None else _as_rows(dsum)
@@ -201,11 +205,19 @@ def _launch_backward(
             WANT_X=want_x,
             WANT_WEIGHT=want_weight,
             STAGES=plan.stages,
+            AHEAD=plan.ahead,
             num_warps=plan.num_warps,
         )
         if want_weight:
             columns = 16
             sum_parts_kernel[(-(-hidden // columns),)](
-                parts, dw, plan.programs, HIDDEN=hidden, ROWS=64, COLUMNS=columns, num_warps=4
+                parts,
+                dw,
+                plan.programs,
+                HIDDEN=hidden,
+                ROWS=64,
+                COLUMNS=columns,
+                UNROLL=plan.unroll,
+                num_warps=4,
             )
     return dx, dw

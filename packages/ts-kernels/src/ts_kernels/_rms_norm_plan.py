@@ -35,13 +35,14 @@ def mean_factor(rows: int, hidden: int) -> float:
 
 
 class ForwardPlan(NamedTuple):
-    """Launch parameters of the forward kernel."""
+    """Launch parameters of the forward kernel. Only `reduction` decides about the bits."""
 
     reduction: TorchReduction
     steps: int
     more_steps: int
     rows_per_program: int
     num_warps: int
+    early_weight: bool = False  # read before the sum is known
 
 
 @lru_cache(maxsize=1024)
@@ -66,6 +67,8 @@ class BackwardPlan(NamedTuple):
     programs: int
     num_warps: int
     stages: int  # of the pipeline of loads
+    ahead: int = 0  # tiles read ahead into registers; with one stage
+    unroll: int = 1  # steps of the sum of the programs' parts that are read together
 
 
 @lru_cache(maxsize=1024)

@@ -1,18 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""RMSNorm in Triton.
+"""RMSNorm in Triton, forward.
 
     rstd = rsqrt(mean(x^2) + eps)
     y    = w * round(x * rstd)                         round: to the dtype of x (ROUND_FIRST)
-    dx   = rstd * (wdy - xhat * mean(wdy * xhat))      wdy = w * dy, xhat = x * rstd
-    dw   = sum over rows of dy * round(xhat)
 
 with w = weight + OFFSET. Without ROUND_FIRST nothing is rounded before y is stored. With a residual
-x is round(x + residual), which is stored too, and the gradient that reaches that sum from elsewhere
-is added to dx.
+x is round(x + residual), which is stored too.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
-Shapes: x, y, dy, dx [rows, HIDDEN] with unit column stride; weight [HIDDEN]; rstd [rows] fp32.
+Shapes: x, y [rows, HIDDEN] with unit column stride; weight [HIDDEN]; rstd [rows] fp32.
 Whole rows are held in registers, in two blocks of columns so that a size such as 5120 is 4096 and
 1024 rather than 8192 padded; the second may be absent (0).
 """
@@ -92,10 +89,15 @@ def _add_residual(x, residual_ptr, sum_ptr, row, row_ok, stride, col, HIDDEN: tl
 
 
 @triton.jit
+def _load_weight(weight_ptr, col, HIDDEN: tl.constexpr):
+    return tl.load(weight_ptr + col, mask=col < HIDDEN, other=0.0)
+
+
+@triton.jit
 def _store_steps(
     x,
     rstd,
-    weight_ptr,
+    weight,
     y_ptr,
     row,
     row_ok,
@@ -105,7 +107,7 @@ def _store_steps(
     ROUND_FIRST: tl.constexpr,
 ):
     """Writes w * round(x * rstd) of the rows at columns col [STEPS, SPAN]."""
-    weight = tl.load(weight_ptr + col, mask=col < HIDDEN, other=0.0).to(tl.float32)
+    weight = weight.to(tl.float32)
     if OFFSET != 0:
         weight += OFFSET
     xhat = x.to(tl.float32) * rstd[:, None, None]
@@ -141,6 +143,7 @@ def rms_norm_forward_kernel(
     VECTORIZED: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     LOG_HEIGHT: tl.constexpr,
+    EARLY_WEIGHT: tl.constexpr,
 ):
     """ROWS rows per program; squares are added in the order of torch's CUDA reduction.
 
@@ -148,7 +151,8 @@ def rms_norm_forward_kernel(
     (STEPS + MORE_STEPS) * SPAN >= HIDDEN; zeros beyond HIDDEN change no sum.
 
     Launch with enable_fp_fusion=False: a fused multiply-add would round once where torch's
-    separate kernels round twice.
+    separate kernels round twice. EARLY_WEIGHT: the weight is read before the sum, whose barriers
+    nothing is moved across.
     """
     SPAN: tl.constexpr = WIDTH * HEIGHT * 4
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -159,6 +163,10 @@ def rms_norm_forward_kernel(
         more_col = tl.arange(0, MORE_STEPS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
         more_col += STEPS * SPAN
         more_x = _load_steps(x_ptr, row, row_ok, x_stride, more_col, HIDDEN)
+    if EARLY_WEIGHT:
+        weight = _load_weight(weight_ptr, col, HIDDEN)
+        if MORE_STEPS > 0:
+            more_weight = _load_weight(weight_ptr, more_col, HIDDEN)
     if HAS_RESIDUAL:
         x = _add_residual(x, residual_ptr, sum_ptr, row, row_ok, residual_stride, col, HIDDEN)
         if MORE_STEPS > 0:
@@ -176,140 +184,12 @@ def rms_norm_forward_kernel(
     rstd = tl.rsqrt(variance + tl.full([], eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=row_ok)
 
-    _store_steps(x, rstd, weight_ptr, y_ptr, row, row_ok, col, HIDDEN, OFFSET, ROUND_FIRST)
+    if not EARLY_WEIGHT:
+        weight = _load_weight(weight_ptr, col, HIDDEN)
+    _store_steps(x, rstd, weight, y_ptr, row, row_ok, col, HIDDEN, OFFSET, ROUND_FIRST)
     if MORE_STEPS > 0:
+        if not EARLY_WEIGHT:
+            more_weight = _load_weight(weight_ptr, more_col, HIDDEN)
         _store_steps(
-            more_x, rstd, weight_ptr, y_ptr, row, row_ok, more_col, HIDDEN, OFFSET, ROUND_FIRST
+            more_x, rstd, more_weight, y_ptr, row, row_ok, more_col, HIDDEN, OFFSET, ROUND_FIRST
         )
-
-
-@triton.jit
-def _load_block(ptr, row, stride, col, ok):
-    return tl.load(ptr + row[:, None] * stride + col[None, :], mask=ok, other=0.0)
-
-
-@triton.jit
-def _store_dx(wdy, xhat, mean, rstd, more_dx, dx_ptr, row, col, ok, HIDDEN: tl.constexpr):
-    dx = (wdy - xhat * mean[:, None]) * rstd[:, None] + more_dx
-    tl.store(dx_ptr + row[:, None] * HIDDEN + col[None, :], dx.to(dx_ptr.dtype.element_ty), mask=ok)
-
-
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def rms_norm_backward_kernel(
-    dy_ptr,
-    dsum_ptr,
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dw_parts_ptr,
-    dy_stride,
-    dsum_stride,
-    x_stride,
-    rows,
-    tiles,
-    HIDDEN: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUND_FIRST: tl.constexpr,
-    HAS_DSUM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MORE: tl.constexpr,
-    WANT_X: tl.constexpr,
-    WANT_WEIGHT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Each program walks `tiles` tiles of ROWS whole rows and writes one row of dw_parts.
-
-    The tiles of a program depend on the shape alone, so the weight gradient is summed in the
-    same order on every run. BLOCK + MORE >= HIDDEN.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    col_ok = col < HIDDEN
-    weight = tl.load(weight_ptr + col, mask=col_ok, other=0.0).to(tl.float32) + OFFSET
-    acc = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    if MORE > 0:
-        more_col = BLOCK + tl.arange(0, MORE)
-        more_col_ok = more_col < HIDDEN
-        more_weight = tl.load(weight_ptr + more_col, mask=more_col_ok, other=0.0).to(tl.float32)
-        more_weight += OFFSET
-        more_acc = tl.zeros([ROWS, MORE], dtype=tl.float32)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        row = (program * tiles + tile) * ROWS + tl.arange(0, ROWS)
-        row_ok = row < rows
-        # all loads before the first reduction, whose barrier nothing is moved across
-        ok = row_ok[:, None] & col_ok[None, :]
-        x = _load_block(x_ptr, row, x_stride, col, ok)
-        dy = _load_block(dy_ptr, row, dy_stride, col, ok).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row_ok, other=0.0)
-        if HAS_DSUM:
-            dsum = _load_block(dsum_ptr, row, dsum_stride, col, ok).to(tl.float32)
-        else:
-            dsum = 0.0
-        if MORE > 0:
-            more_ok = row_ok[:, None] & more_col_ok[None, :]
-            more_x = _load_block(x_ptr, row, x_stride, more_col, more_ok)
-            more_dy = _load_block(dy_ptr, row, dy_stride, more_col, more_ok).to(tl.float32)
-            if HAS_DSUM:
-                more_dsum = _load_block(dsum_ptr, row, dsum_stride, more_col, more_ok)
-                more_dsum = more_dsum.to(tl.float32)
-            else:
-                more_dsum = 0.0
-        xhat = x.to(tl.float32) * rstd[:, None]
-        wdy = dy * weight[None, :]
-        total = tl.sum(wdy * xhat, axis=1)
-        if MORE > 0:
-            more_xhat = more_x.to(tl.float32) * rstd[:, None]
-            more_wdy = more_dy * more_weight[None, :]
-            total += tl.sum(more_wdy * more_xhat, axis=1)
-        if WANT_X:
-            mean = total / HIDDEN
-            _store_dx(wdy, xhat, mean, rstd, dsum, dx_ptr, row, col, ok, HIDDEN)
-            if MORE > 0:
-                _store_dx(
-                    more_wdy,
-                    more_xhat,
-                    mean,
-                    rstd,
-                    more_dsum,
-                    dx_ptr,
-                    row,
-                    more_col,
-                    more_ok,
-                    HIDDEN,
-                )
-        if WANT_WEIGHT:
-            if ROUND_FIRST:
-                xhat = xhat.to(x.dtype).to(tl.float32)
-            acc += dy * xhat
-            if MORE > 0:
-                if ROUND_FIRST:
-                    more_xhat = more_xhat.to(x.dtype).to(tl.float32)
-                more_acc += more_dy * more_xhat
-    if WANT_WEIGHT:
-        parts = dw_parts_ptr + program * HIDDEN
-        tl.store(parts + col, tl.sum(acc, axis=0), mask=col_ok)
-        if MORE > 0:
-            tl.store(parts + more_col, tl.sum(more_acc, axis=0), mask=more_col_ok)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def sum_parts_kernel(
-    parts_ptr,
-    sum_ptr,
-    parts,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """[parts, HIDDEN] fp32 -> [HIDDEN] in sum's dtype, rounded once; COLUMNS per program."""
-    col = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    col_ok = col < HIDDEN
-    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in range(0, parts, ROWS):
-        row = start + tl.arange(0, ROWS)
-        ok = (row < parts)[:, None] & col_ok[None, :]
-        acc += tl.load(parts_ptr + row[:, None] * HIDDEN + col[None, :], mask=ok, other=0.0)
-    total = tl.sum(acc, axis=0)
-    tl.store(sum_ptr + col, total.to(sum_ptr.dtype.element_ty), mask=col_ok)
