@@ -102,14 +102,12 @@ def test_compiled_without_graph_breaks() -> None:
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("fp8", "row"), ("nvfp4", None)])
-def test_tensor_cores_leave_such_weights_to_decoding(
-    name: str, layout: str | None, monkeypatch: pytest.MonkeyPatch
+def test_nvfp4_tensor_cores_leave_such_weights_to_decoding(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Those of FP8 take them: tests/matmul."""
     monkeypatch.setattr(dispatch, "_supported", lambda device, kind: True)
-    q = ts_quant.quantize(
-        planted(64, 96, torch.bfloat16), name, layout=layout, outlier_channels=CHANNELS
-    )
+    q = ts_quant.quantize(planted(64, 96, torch.bfloat16), "nvfp4", outlier_channels=CHANNELS)
     x = torch.randn(4, 96, dtype=torch.bfloat16)
     y = torch.nn.functional.linear(x, q)
     assert torch.equal(y, torch.nn.functional.linear(x, q.dequantize()))
@@ -165,6 +163,48 @@ def test_gains_are_near_what_encoding_finds() -> None:
     gains = channel_gains(w, plain)
     real = lost(plain) - lost(ts_quant.quantize(w, "nf4", outlier_channels=[7]))
     assert float(gains[7]) == pytest.approx(real, rel=0.3)
+
+
+def test_of_fp8_only_the_errors_of_a_column_itself_count() -> None:
+    """The steps of e4m3 codes are a share of each value, not of its block's largest."""
+    w = torch.randn(64, 128)
+    w[:, 7] *= 10
+    plain = ts_quant.quantize(w, "fp8")
+    moments = torch.rand(128) + 0.1
+    errors = (plain.dequantize() - w).double().square() * moments.double()
+    torch.testing.assert_close(channel_gains(w, plain, moments), errors.sum(0), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fp8", "nf4"])
+def test_a_storer_keeps_a_share_of_the_channels(name: str) -> None:
+    w = torch.randn(48, 128)
+    moments = torch.ones(128)
+    moments[[9, 70, 101]] = 1e4
+    storer = ts_quant.Storer(name, outlier_channels=0.02, second_moments={"layer": moments})
+    assert not storer.needs_measuring
+    q = storer.store(w, "layer.weight").weight
+    assert q.spec.outliers == 3  # 2.56, rounded up
+    assert q.buffers()[-1].tolist() == [9, 70, 101]
+    row = storer.report.rows["layer.weight"]
+    assert row.outliers == 3 and row.reason == "2.00% of the input channels in bf16"
+    plain = ts_quant.Storer(name, second_moments={"layer": moments})
+    plain.store(w, "layer.weight")
+    before, after = plain.report.rows["layer.weight"].error, row.error
+    assert after < 0.2 * before
+    both = ts_quant.Storer(name, outlier_channels=0.02, error_rank=4)
+    kept = both.store(w, "layer.weight")
+    assert kept.weight.spec.outliers == 3 and kept.start is not None
+    assert kept.start.a.shape == (4, 128)
+    bias = torch.randn(2, 8, 128)  # a stack has no columns to keep
+    assert storer.store(bias, "layer.weight").weight.spec.outliers == 0
+
+
+def test_what_a_storer_refuses() -> None:
+    for bad in (-0.1, 0.2, True, "auto", None):
+        with pytest.raises(ts_quant.OptionError, match="outlier_channels="):
+            ts_quant.Storer("fp8", outlier_channels=bad)  # type: ignore[arg-type]
+    with pytest.raises(ts_quant.OptionError, match="joint_budget"):
+        ts_quant.Storer("fp8", outlier_channels=0.01, joint_budget=0.1)
 
 
 def test_precision_outliers_and_rank_compete_for_one_budget() -> None:

@@ -83,6 +83,29 @@ def test_a_joint_budget_is_spent_on_precision_and_rank() -> None:
 
 
 @needs_codecs
+def test_a_share_of_the_channels_is_kept_in_bf16() -> None:
+    plain = quantize_model(tiny_model(3, WIDTH), "fp8")
+    assert plain["report"] is None
+    model = tiny_model(3, WIDTH)
+    loud = {"layers.0.up": torch.ones(WIDTH).index_fill(0, torch.tensor([5]), 1e4)}
+    moments = {
+        name.removesuffix(".weight"): torch.ones(p.shape[1])
+        for name, p in model.named_parameters()
+        if p.dim() == 2
+    }
+    found = quantize_model(
+        model, "fp8", outlier_channels=1 / WIDTH, second_moments={**moments, **loud}
+    )
+    stored = _stored(model)
+    assert {p.spec.outliers for name, p in stored.items() if "up" in name} == {1}
+    assert stored["layers.0.up.weight"].buffers()[-1].tolist() == [5]
+    columns = sum(2 * p.shape[0] * p.spec.outliers + 8 * p.spec.outliers for p in stored.values())
+    assert found["bytes_after"] == plain["bytes_after"] + columns
+    with pytest.raises(OptionError, match="outlier_channels="):
+        quantize_model(tiny_model(3, WIDTH), "fp8", outlier_channels=0.5)
+
+
+@needs_codecs
 def test_options_under_auto_that_the_chosen_codec_lacks_are_left_out_and_said() -> None:
     options = WrapOptions(quantize="auto", keep_precise=0.05, double_quant=True)
     said: list[str] = []
@@ -193,6 +216,36 @@ def test_wrap_streams_weights_stored_before() -> None:
         assert torch.equal(again["layers.0.down.weight"], state["layers.0.down.weight"])
         unwrap(model)
     assert losses[0] == losses[1]
+
+
+@needs_codecs
+def test_how_weights_are_multiplied_may_be_chosen_before_or_after_wrap() -> None:
+    """FP8 products, outlier channels among them: the same streamed as resident."""
+    tokens, codec = torch.randint(0, 37, (2, 6)), codecs.get("fp8")
+
+    def losses(offload: bool, early: bool) -> list[float]:
+        model = tiny_model(3, WIDTH).bfloat16()
+        quantize_model(model, "fp8", outlier_channels=0.05)
+        found = []
+        if early:
+            codec.configure_matmul(model, tensor_cores=True)
+        options = {"device": "host", "quantize": "none", "param_offload": offload}
+        _, optimizer = wrap(model, eager=False, lr=0.0, **options)
+        for products in (True, False):
+            if not (early and products):
+                codec.configure_matmul(model, tensor_cores=products)
+            with codec.emulate_tensor_cores():
+                loss = model(tokens)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        unwrap(model)
+        return found
+
+    expected = losses(False, True)
+    assert expected[0] != expected[1]
+    assert losses(True, True) == losses(True, False) == expected
 
 
 @needs_codecs

@@ -26,6 +26,7 @@ from ts_quant.errors import (
 )
 from ts_quant.loftq import LoftQResult, loftq
 from ts_quant.lora_start import ErrorStart, init_lora_from_error
+from ts_quant.matmul.dispatch import emulate_tensor_cores
 from ts_quant.matmul.options import MatmulOptions, configure_matmul
 from ts_quant.measure import ErrorStats, error
 from ts_quant.merge import MatrixMerge, MergeReport, merge_weight
@@ -66,6 +67,7 @@ __all__ = [
     "TransposedQuantTensor",
     "choose",
     "configure_matmul",
+    "emulate_tensor_cores",
     "error",
     "error_stats",
     "init_lora_from_error",

@@ -8,8 +8,8 @@ object, not its buffers, so the buffers may be replaced between forward and back
 
 Where the GPU has tensor cores for the weight's own format (FP8 on sm_89 and later, NVFP4 on sm_100)
 and the compute dtype is bf16, the forward product runs on them, with x quantized
-(`ts_quant.matmul`); `ts_quant.configure_matmul(model, tensor_cores=False)` turns that off. Backward
-decodes.
+(`ts_quant.matmul`), unless the matrix is so small that this saves no time;
+`ts_quant.configure_matmul(model, tensor_cores=False)` turns it off. Backward decodes.
 
 Otherwise products, layouts and reductions are those PyTorch uses for an ordinary frozen weight, so
 results and gradients equal its results and gradients on the decoded weight bit for bit.
@@ -75,7 +75,7 @@ def _product(
 ) -> Tensor:
     if kind is None:
         return torch.nn.functional.linear(x, _decode(weight, dtype), bias)
-    y = product(kind, tensors, weight, bias)
+    y = product(kind, tensors, x, weight, bias)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

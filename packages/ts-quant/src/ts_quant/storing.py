@@ -66,6 +66,8 @@ class Storer:
             storing the matrices that lose most one step more precise.
         error_rank: rank of the fit of what was lost, for adapters to start at; 0 for none.
         error_iters: LoftQ alternations.
+        outlier_channels: share of each matrix's input channels (0 to 0.1) kept in bf16, those that
+            lose most. Not with joint_budget, which chooses them itself.
         joint_budget: share of extra bytes that keep-precise, outlier channels (input channels kept
             in bf16) and the rank of the start of every matrix compete for; replaces keep_precise,
             and error_rank becomes the largest rank (0: 64). Use `report.rank_pattern()` for the
@@ -86,6 +88,7 @@ class Storer:
         keep_precise: float | str | bool | None = 0,
         error_rank: int = 0,
         error_iters: int = 1,
+        outlier_channels: float = 0,
         joint_budget: float | None = None,
         second_moments: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -97,6 +100,12 @@ class Storer:
         self.double_quant = double_quant
         self.share = _share(keep_precise)
         self.joint = None if joint_budget is None else _share(joint_budget)
+        self.outlier_share = _outlier_share(outlier_channels)
+        if self.outlier_share and self.joint is not None:
+            raise OptionError(
+                f"outlier_channels={outlier_channels!r} is not accepted with joint_budget="
+                f"{joint_budget!r}, which chooses them itself. Leave one of the two out."
+            )
         _check_int("error_rank", error_rank, 0)
         _check_int("error_iters", error_iters, 1)
         self.rank = error_rank
@@ -170,6 +179,8 @@ class Storer:
             codec, rank, outliers = choice.codec, choice.rank, choice.outliers
         elif choice is not None and choice.codec != codec:
             codec, rank = choice.codec, 0
+        if self.outlier_share and codec == self.codec and weight.dim() == 2:
+            outliers = math.ceil(self.outlier_share * weight.shape[1])
         fitted = rank > 0 and weight.dim() == 2 and codec == self.codec and adapted is not False
         start = with_start = None
         if outliers:
@@ -248,6 +259,8 @@ class Storer:
 
     def _reason(self, name: str, choice: Form | None) -> str:
         if choice is None:
+            if self.outlier_share:
+                return f"{self.outlier_share:.2%} of the input channels in bf16"
             return f"rank-{self.rank} start for adapters" if self.rank else "as asked"
         options = self._options[name]
         lost = f"{self.codec} alone loses {math.sqrt(options[0].error):.2%}"
@@ -297,6 +310,14 @@ def _share(value: float | str | bool | None) -> float:
     raise OptionError(
         f"keep_precise={value!r} is not accepted: use 0, False, None, 'auto', True or a fraction "
         f"up to 0.5"
+    )
+
+
+def _outlier_share(value: float) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= 0.1:
+        return float(value)
+    raise OptionError(
+        f"outlier_channels={value!r} is not accepted: use a share of the input channels up to 0.1"
     )
 
 

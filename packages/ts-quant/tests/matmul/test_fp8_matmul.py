@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ts_quant
 from ts_quant.codecs.base import codec_named
-from ts_quant.matmul import dispatch, fp8
+from ts_quant.matmul import dispatch, fp8, options
 from ts_quant.matmul.rows import fp8_groups, fp8_rows
 
 LAYOUTS = [None, "row", "tile"]
@@ -19,8 +19,9 @@ LAYOUTS = [None, "row", "tile"]
 
 @pytest.fixture
 def on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this machine had them: the operators' references run."""
+    """As if this machine had them, and for small matrices too: the operators' references run."""
     monkeypatch.setattr(dispatch, "_supported", lambda device, kind: True)
+    monkeypatch.setattr(options, "FASTER_FROM", 0)
 
 
 def weight(n: int = 256, k: int = 384, layout: str | None = None) -> ts_quant.QuantTensor:
@@ -145,6 +146,70 @@ def test_turned_off_it_is_the_decoded_weights_layer() -> None:
     assert torch.equal(torch.nn.functional.linear(x, q), plain)
 
 
+def test_small_matrices_are_multiplied_in_bf16_unless_told_otherwise() -> None:
+    linear = torch.nn.functional.linear
+    with ts_quant.emulate_tensor_cores():
+        for n, fp8_by_itself in ((2048, False), (4096, True)):  # of 512: 2^20 and 2^21 weights
+            q, x = weight(n, 512), torch.randn(4, 512).bfloat16()
+            decoded = linear(x, q.dequantize())
+            codes, scale = values_of(fp8_rows, x)
+            multiplied = ((codes * scale) @ q.dequantize(torch.float32).t()).bfloat16()
+            assert not torch.equal(decoded, multiplied)
+            assert torch.equal(linear(x, q), multiplied if fp8_by_itself else decoded)
+            ts_quant.configure_matmul(q, tensor_cores=True)
+            assert torch.equal(linear(x, q), multiplied)
+            ts_quant.configure_matmul(q, outliers=0.01)  # says nothing of tensor_cores
+            assert torch.equal(linear(x, q), multiplied)
+            ts_quant.configure_matmul(q, tensor_cores=False)
+            assert torch.equal(linear(x, q), decoded)
+            ts_quant.configure_matmul(q, tensor_cores="auto")
+            assert torch.equal(linear(x, q), multiplied if fp8_by_itself else decoded)
+    assert torch.equal(linear(x, q), decoded)
+    for bad in ("on", 1, 0.5):
+        with pytest.raises(ts_quant.OptionError, match="tensor_cores="):
+            ts_quant.configure_matmul(q, tensor_cores=bad)  # type: ignore[arg-type]
+
+
+def test_every_layer_of_a_14b_model_is_large_enough() -> None:
+    for shape in ((5120, 5120), (1024, 5120), (13824, 5120), (5120, 13824)):
+        assert ts_quant.MatmulOptions().allows("fp8", shape)
+
+
+@pytest.mark.usefixtures("on_tensor_cores")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_outlier_channels_are_added_in_bf16(layout: str | None, bias: bool) -> None:
+    """Columns that dominate the product lose nothing, in the weight or in the activation."""
+    channels = [5, 130, 383]
+    w = (torch.randn(256, 384) * 0.05).bfloat16()
+    x = torch.randn(2, 8, 384).bfloat16()
+    x[..., channels] *= 200
+    x.requires_grad_()
+    b = torch.randn(256).bfloat16() if bias else None
+    q = ts_quant.quantize(w, "fp8", layout=layout, outlier_channels=channels)
+    y = torch.nn.functional.linear(x, q, b)
+    flat = x.detach().view(16, 384)
+    codes, scale = values_of(fp8_groups if layout == "tile" else fp8_rows, flat)
+    seen = codes * (scale.t().repeat_interleave(128, 1) if layout == "tile" else scale)
+    seen[:, channels] = flat[:, channels].float()
+    exact = seen @ q.dequantize(torch.float32).t() + (0 if b is None else b.float())
+    # Two roundings to bf16: of the FP8 product, and of the sum.
+    torch.testing.assert_close(y.detach().view(16, 256).float(), exact, rtol=2**-8, atol=2**-6)
+
+    def error(z: Tensor) -> float:
+        wanted = flat.float() @ w.float().t() + (0 if b is None else b.float())
+        return float((z.detach().view(16, 256).float() - wanted).norm() / wanted.norm())
+
+    plain = torch.nn.functional.linear(x, ts_quant.quantize(w, "fp8", layout=layout), b)
+    assert error(y) < 0.3 * error(plain)
+    grad = torch.randn_like(y)
+    (grad_x,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(grad_x.view(16, 384), grad.view(16, 256) @ q.dequantize())
+    one = torch.nn.functional.linear(flat[3], q, b)  # a vector
+    if layout != "tile":  # which takes four rows or more
+        assert one.shape == (256,) and torch.equal(one, y.detach().view(16, 256)[3])
+
+
 @pytest.mark.usefixtures("on_tensor_cores")
 def test_other_dtypes_and_shapes_decode() -> None:
     q = weight()
@@ -258,7 +323,10 @@ def test_nothing_outlives_the_activation(calls: list[int]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_compiled_without_graph_breaks(layout: str | None) -> None:
     torch._dynamo.reset()
-    first, second = weight(256, 384, layout), weight(128, 384, layout)
+    first = weight(256, 384, layout)
+    second = ts_quant.quantize(
+        torch.randn(128, 384).bfloat16(), "fp8", layout=layout, outlier_channels=[3, 200]
+    )
 
     def net(x: Tensor) -> Tensor:
         y = torch.nn.functional.linear(x, first)

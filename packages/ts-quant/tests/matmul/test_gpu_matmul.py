@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 
 import ts_quant
-from ts_quant.matmul import dispatch, fp8
+from ts_quant.matmul import dispatch, fp8, options
 from ts_quant.matmul.rows import fp8_groups, fp8_rows, groups_reference, rows_reference
 
 pytestmark = pytest.mark.gpu
 
 LAYOUTS = [None, "row", "tile"]
+
+
+@pytest.fixture(autouse=True)
+def _small_matrices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "FASTER_FROM", 0)
 
 
 def has_fp8() -> bool:
@@ -79,6 +84,41 @@ def test_the_layer(layout: str | None, tokens: int, bias: bool) -> None:
         assert not torch.equal(y, plain)
 
 
+@pytest.mark.parametrize("size", [512, 4096])  # fewer and more weights than FASTER_FROM
+@pytest.mark.parametrize("outliers", [0, 16])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_layer_as_emulated_on_a_cpu(
+    layout: str | None, outliers: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    w = (torch.randn(size, 768) * 0.05).bfloat16()
+    channels = list(range(7, 768, 48))[:outliers] or None
+    here = ts_quant.quantize(w, "fp8", layout=layout, outlier_channels=channels)
+    x = torch.randn(16, 768).bfloat16()
+    if channels:
+        x[:, channels] *= 20
+    b = torch.randn(size).bfloat16()
+    there = here.to("cuda")
+    kind = fp8.activation_kind(here.spec, here.shape, 16)
+    assert kind is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not fp8.supported(device, fp8.needed(kind, 768)):
+        pytest.skip("this GPU or build of torch has no such product")
+    decoded = torch.nn.functional.linear(x.cuda(), there.dequantize(), b.cuda())
+    for forced in (False, True):
+        for q in (here, there):
+            ts_quant.configure_matmul(q, tensor_cores=True if forced else "auto")
+        y = torch.nn.functional.linear(x.cuda(), there, b.cuda())
+        if size == 512 and not forced:
+            assert torch.equal(y, decoded)
+            continue
+        assert not torch.equal(y, decoded)
+        with ts_quant.emulate_tensor_cores():
+            expected = torch.nn.functional.linear(x, here, b).float()
+        # The tensor cores of sm_90 keep about 14 bits of a partial sum.
+        assert float((y.cpu().float() - expected).norm()) <= 2.0**-7 * float(expected.norm())
+
+
 @pytest.mark.parametrize(("tokens", "k"), [(8, 384), (64, 384), (8, 512), (64, 1408)])
 def test_the_grouped_product_with_and_without_padded_scales(tokens: int, k: int) -> None:
     """Each shape on its own, so that a failure says which one cuBLASLt does not take."""
@@ -100,8 +140,10 @@ def test_the_grouped_product_with_and_without_padded_scales(tokens: int, k: int)
 def test_q_k_and_v_in_a_cuda_graph(layout: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [
         ts_quant.quantize(torch.randn(256, 512, device="cuda").bfloat16(), "fp8", layout=layout)
-        for _ in range(3)
+        for _ in range(2)
     ]
+    w = torch.randn(256, 512, device="cuda").bfloat16()
+    weights.append(ts_quant.quantize(w, "fp8", layout=layout, outlier_channels=[1, 100, 511]))
     x = torch.randn(32, 512, device="cuda").bfloat16()
     calls: list[int] = []
     real = dispatch.fp8_rows

@@ -29,6 +29,7 @@ def quantize_model(
     error_rank: int = 0,
     error_iters: int = 1,
     double_quant: bool = False,
+    outlier_channels: float = 0,
     joint_budget: float | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
     calibration: Iterable[Any] | None = None,
@@ -37,7 +38,8 @@ def quantize_model(
     """Store the frozen linear weights of the blocks in a codec's format, one at a time.
 
     Frozen stacked experts (of the families that an installed package knows) are stored as well; the
-    choices of `keep_precise`, `error_rank` and `joint_budget` concern the linear weights only.
+    choices of `keep_precise`, `error_rank`, `outlier_channels` and `joint_budget` concern linear
+    weights only.
 
     A weight that is already stored in some format is left as it is. Trained weights, weights
     used by more than one module, and everything outside the blocks stay as they are. The model's
@@ -56,6 +58,8 @@ def quantize_model(
             (`init_lora_from_error`); 0 for none.
         error_iters: LoftQ alternations.
         double_quant: one-byte scales.
+        outlier_channels: share of each matrix's input channels (0 to 0.1) kept in bf16, those that
+            lose most. Not with joint_budget, which chooses them itself.
         joint_budget: share of extra bytes that more precise storage, outlier channels (kept in
             bf16) and the rank of the start of each matrix compete for; replaces `keep_precise`.
         second_moments: E[x^2] per input channel, by the linear layer's name
@@ -95,6 +99,8 @@ def quantize_model(
         "error_iters": error_iters,
         "joint_budget": joint_budget,
     }
+    if outlier_channels:
+        wanted["outlier_channels"] = outlier_channels
     storer = make_storer(codec, wanted, block_size, double_quant, second_moments)
 
     def source(module: nn.Linear) -> Tensor:
@@ -173,13 +179,14 @@ def make_storer(
     second_moments: Mapping[str, Tensor] | None,
 ) -> Any:
     """What measures and chooses, or None when nothing asks for it."""
-    if not any(wanted.get(name) for name in ("keep_precise", "error_rank", "joint_budget")):
+    asking = ("keep_precise", "error_rank", "outlier_channels", "joint_budget")
+    if not any(wanted.get(name) for name in asking):
         return None
     make = getattr(codec, "storer", None)
     if make is None:
         raise OptionError(
-            f"the codec {codec.name!r} offers neither keep_precise nor error_rank. Leave them at "
-            f"0, or use a codec of ts-quant."
+            f"the codec {codec.name!r} offers neither keep_precise nor error_rank nor outlier "
+            f"channels. Leave them at 0, or use a codec of ts-quant."
         )
     try:
         return make(

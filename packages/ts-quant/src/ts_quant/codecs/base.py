@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -144,6 +145,13 @@ class Codec(ABC):
         from ts_quant.matmul.options import configure_matmul
 
         return configure_matmul(model, **options)
+
+    @staticmethod
+    def emulate_tensor_cores() -> AbstractContextManager[None]:
+        """`ts_quant.emulate_tensor_cores`: on a CPU, products as tensor cores compute them."""
+        from ts_quant.matmul.dispatch import emulate_tensor_cores
+
+        return emulate_tensor_cores()
 
     def storer(self, **options: Any) -> Storer:
         """What stores a model's matrices in this format, better where it pays (`Storer`)."""

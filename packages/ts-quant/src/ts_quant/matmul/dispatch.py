@@ -2,10 +2,18 @@
 
 x is quantized by `prepare`, outside the autograd function, so that the activation that the
 model passes is seen (see `shared`); `product` multiplies.
+
+Outlier channels of an fp8 weight (`ts_quant.codecs.outliers`) have codes of zero; their part of the
+product is added in bf16.
+
+`emulate_tensor_cores` computes such products on a CPU, by their references: what they do to a model
+can be measured without a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +32,27 @@ NVFP4 = "nvfp4"
 TENSOR_CORE_CODECS = ("fp8", "nvfp4")
 
 
+_emulated = False
+
+
+@contextmanager
+def emulate_tensor_cores() -> Iterator[None]:
+    """Within it, CPU tensors are multiplied as FP8 and NVFP4 tensor cores would (all threads).
+
+    Slow: every product is computed in fp32 from its codes. Sums are exact to fp32, where tensor
+    cores of sm_90 keep about 14 bits of a partial sum. Has no effect on code compiled before.
+    """
+    global _emulated
+    before, _emulated = _emulated, True
+    try:
+        yield
+    finally:
+        _emulated = before
+
+
 def _supported(device: torch.device, kind: str) -> bool:
+    if _emulated and device.type == "cpu":
+        return True
     return nvfp4.supported(device) if kind == NVFP4 else fp8.supported(device, kind)
 
 
@@ -55,9 +83,9 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
         bias: [N] or None.
     """
     spec, options, shape = weight._spec, weight._matmul, weight._decoded_shape
-    if x.dtype is not torch.bfloat16 or not options.tensor_cores:
+    if x.dtype is not torch.bfloat16 or not options.allows(spec.codec, shape):
         return None
-    if spec.outliers or spec.channel_scale:
+    if spec.channel_scale or (spec.outliers and spec.codec == NVFP4):
         return None
     if x.dim() == 0 or x.shape[-1] != shape[1] or x.numel() == 0:
         return None
@@ -95,11 +123,17 @@ def _misaligned(weight: QuantTensor) -> bool:
 
 
 def product(
-    kind: str, tensors: tuple[Tensor, ...], weight: QuantTensor, bias: Tensor | None
+    kind: str, tensors: tuple[Tensor, ...], given: Tensor, weight: QuantTensor, bias: Tensor | None
 ) -> Tensor:
-    """bf16 [M, N]."""
+    """bf16 [M, N], given what `prepare` made of the bf16 activation `given` [..., K]."""
     if kind == NVFP4:
         y = nvfp4.linear(tensors, weight.buffers(), weight._spec, weight._decoded_shape)
         return y if bias is None else y + bias
     x, scale = tensors
-    return fp8.fp8_linear(x, scale, weight.buffers(), weight._spec, kind, bias)
+    buffers, spec = weight.buffers(), weight._spec
+    y = fp8.fp8_linear(x, scale, buffers[:2], spec, kind, bias)
+    if not spec.outliers:
+        return y
+    values, channels = buffers[2].view(y.shape[1], spec.outliers), buffers[3].view(-1)
+    kept = given.index_select(-1, channels).view(y.shape[0], spec.outliers)
+    return y.addmm_(kept, values.t())
