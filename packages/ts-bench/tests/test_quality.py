@@ -36,6 +36,10 @@ def test_cases_by_name() -> None:
     assert named(None)[0].name == BASELINE and len(named(None)) == len(CASES)
     with pytest.raises(OptionError, match="'nf5' is unknown"):
         named(["nf5"])
+    in_fp32 = {case.name for case in named(None, "float32")}
+    assert set(CASES) - in_fp32 == {"fp8 products", "fp8 outliers data products"}
+    with pytest.raises(OptionError, match="needs bfloat16, not float32"):
+        named(["fp8 products"], "float32")
     assert CASES["nf4 loftq"].starts_adapters and not CASES["nf4"].starts_adapters
 
 
@@ -122,6 +126,18 @@ def test_measures_resumes_and_refuses_other_settings(tiny: QualitySettings) -> N
     assert len(again) == 2
     with pytest.raises(OptionError, match="measured with"):
         measure(cases, replace(tiny, steps=3), known=rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+def test_products_in_fp8_are_emulated_on_a_cpu(tiny: QualitySettings) -> None:
+    names = ["fp8", "fp8 products", "fp8 outliers data", "fp8 outliers data products"]
+    settings = replace(tiny, dtype="bfloat16", steps=1, seeds=(0,))
+    found = {(row.case, row.seed): row for row in measure(named(names), settings)}
+    for seed in (None, 0):
+        values = [found[name, seed].perplexity for name in names]
+        assert len(set(values)) == 4 and all(40 < value < 100 for value in values)
+    plain, kept = (found[name, None].bytes_per_weight for name in names[::2])
+    assert plain == pytest.approx(1.031, abs=0.001) and 1.06 < kept < 1.2
 
 
 def test_the_command_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:

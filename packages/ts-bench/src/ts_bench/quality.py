@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,10 @@ class _StoredModel:
         if seed is not None or self.case.starts_adapters:
             model = adapted = _add_adapters(model, settings, seed or 0)
             init_lora_from_error(model)
-        if seed is not None:
-            _train(model, settings, self._text, seed)
-        perplexity = _perplexity(model, self._text.held, settings)
+        with _products(self.case, settings):
+            if seed is not None:
+                _train(model, settings, self._text, seed)
+            perplexity = _perplexity(model, self._text.held, settings)
         if adapted is not None:
             self._model = adapted.unload()
         now = time.perf_counter()
@@ -232,8 +234,19 @@ def _load(settings: QualitySettings) -> Any:
     return model.to(settings.device, DTYPES[settings.dtype])
 
 
+def _products(case: Case, settings: QualitySettings) -> AbstractContextManager[None]:
+    """Where tensor cores are missing, what stands for them."""
+    if case.codec is None or not case.products or settings.device != "cpu":
+        return nullcontext()
+    from ts_core.registry import codecs
+
+    emulated: AbstractContextManager[None] = codecs.get(case.codec).emulate_tensor_cores()
+    return emulated
+
+
 def _store(model: Any, case: Case, settings: QualitySettings, text: _Text) -> dict[str, Any]:
     from ts_core import quantize_model
+    from ts_core.registry import codecs
     from ts_hf import find_decoder_layers
 
     blocks = find_decoder_layers(model)
@@ -250,6 +263,8 @@ def _store(model: Any, case: Case, settings: QualitySettings, text: _Text) -> di
     )
     options: dict[str, Any] = dict(case.options)
     found = quantize_model(model, case.codec, blocks=blocks, calibration=calibration, **options)
+    if case.products:
+        codecs.get(case.codec).configure_matmul(model, tensor_cores=True)
     report = found["report"]
     return {
         "bytes_per_weight": round(found["bytes_after"] / weights, 4),

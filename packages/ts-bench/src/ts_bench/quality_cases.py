@@ -18,12 +18,15 @@ class Case:
         codec: the format, or None for full precision.
         options: of `ts_core.quantize_model`.
         uses_data: whether activation statistics from a little training text weigh the errors.
+        products: whether products run in the format's own arithmetic (FP8) wherever they can,
+            which quantizes activations too; needs bf16. On a CPU they are emulated.
     """
 
     name: str
     codec: str | None
     options: tuple[tuple[str, int | float | bool], ...] = ()
     uses_data: bool = False
+    products: bool = False
 
     @property
     def starts_adapters(self) -> bool:
@@ -31,8 +34,14 @@ class Case:
         return bool(dict(self.options).get("error_rank"))
 
 
-def _case(name: str, codec: str | None, uses_data: bool = False, **options: float) -> Case:
-    return Case(name, codec, tuple(options.items()), uses_data)
+def _case(
+    name: str, codec: str | None, uses_data: bool = False, products: bool = False, **options: float
+) -> Case:
+    return Case(name, codec, tuple(options.items()), uses_data, products)
+
+
+_FEW = 1 / 64
+"""Share of the input channels that "outliers" keeps in bf16: 3 % more bytes for fp8."""
 
 
 _ALL = (
@@ -40,6 +49,9 @@ _ALL = (
     _case("int8", "int8"),
     _case("int8 double-quant", "int8", double_quant=True),
     _case("fp8", "fp8"),
+    _case("fp8 products", "fp8", products=True),
+    _case("fp8 outliers data", "fp8", True, outlier_channels=_FEW),
+    _case("fp8 outliers data products", "fp8", True, products=True, outlier_channels=_FEW),
     _case("nf4", "nf4"),
     _case("nf4 double-quant", "nf4", double_quant=True),
     _case("nf4 keep-precise", "nf4", keep_precise=0.05),
@@ -58,15 +70,21 @@ _ALL = (
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
 
 
-def named(names: list[str] | None) -> list[Case]:
-    """The cases called so, the baseline first (all of them for None).
+def named(names: list[str] | None, dtype: str = "bfloat16") -> list[Case]:
+    """The cases called so, the baseline first.
+
+    Args:
+        names: None for all that can be measured in that dtype.
+        dtype: what is computed in.
 
     Raises:
-        OptionError: an unknown name.
+        OptionError: an unknown name, or one that needs another dtype.
     """
     if names is None:
-        return list(CASES.values())
+        return [case for case in CASES.values() if dtype == "bfloat16" or not case.products]
     for name in names:
         if name not in CASES:
             raise OptionError(f"cases: {name!r} is unknown; choose from {', '.join(CASES)}.")
+        if CASES[name].products and dtype != "bfloat16":
+            raise OptionError(f"cases: {name!r} needs bfloat16, not {dtype}. Use --dtype bfloat16.")
     return [CASES[name] for name in dict.fromkeys([BASELINE, *names])]

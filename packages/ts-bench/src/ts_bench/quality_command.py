@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     from ts_bench.quality_report import HEADINGS, append_row, markdown, read_rows, table
     from ts_core.errors import OptionError
 
-    cases = named(args.cases)
     for option, least in (("steps", 0), ("batch", 1), ("seeds", 1), ("eval_rows", 1)):
         if getattr(args, option) < least:
             raise OptionError(
@@ -56,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
+    cases = named(args.cases, dtype)
     settings = QualitySettings(
         model=args.model or str(_demo_model(args.gguf)),
         device=device,
