@@ -157,6 +157,11 @@ def test_plans_of_the_norm_that_read_earlier_give_the_same_bits(
         early = forward._replace(early_weight=True)
         monkeypatch.setattr(_rms_norm_launch, "forward_plan", lambda *args, p=early: p)
         assert all(map(torch.equal, run(), expected)), ahead
+    # another order of the sum: not the same bits
+    joined = backward._replace(joined=True, num_warps=1)
+    assert hidden != 320 or joined.lanes == 32
+    monkeypatch.setattr(_rms_norm_launch, "backward_plan", lambda *args: joined)
+    torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
 
 
 def mean_square_as_torch_on_cuda(row, rows):

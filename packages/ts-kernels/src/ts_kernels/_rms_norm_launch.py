@@ -206,6 +206,7 @@ def _launch_backward(
             WANT_WEIGHT=want_weight,
             STAGES=plan.stages,
             AHEAD=plan.ahead,
+            LANES=plan.lanes,
             num_warps=plan.num_warps,
         )
         if want_weight:

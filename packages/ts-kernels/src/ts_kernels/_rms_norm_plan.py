@@ -69,6 +69,13 @@ class BackwardPlan(NamedTuple):
     stages: int  # of the pipeline of loads
     ahead: int = 0  # tiles read ahead into registers; with one stage
     unroll: int = 1  # steps of the sum of the programs' parts that are read together
+    joined: bool = False  # one reduction for both blocks of columns
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a joined reduction; 0 where each block has its own."""
+        threads = 32 * self.num_warps
+        return threads if self.joined and self.more >= threads else 0
 
 
 @lru_cache(maxsize=1024)

@@ -70,6 +70,14 @@ def _load_tile(
     return rstd, x, dy, dsum, more_x, more_dy, more_dsum
 
 
+@triton.jit
+def _lane_sums(values, ROWS: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, LENGTH] -> [ROWS, LANES]: neighbours, at most 8, then the pieces LANES * 8 apart."""
+    EACH: tl.constexpr = min(8, LENGTH // LANES)
+    parts = tl.sum(tl.reshape(values, [ROWS, LENGTH // (LANES * EACH), LANES, EACH]), axis=3)
+    return tl.sum(parts, axis=1)
+
+
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def rms_norm_backward_kernel(
     dy_ptr,
@@ -95,6 +103,7 @@ def rms_norm_backward_kernel(
     WANT_WEIGHT: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Each program walks `tiles` tiles of ROWS whole rows and writes one row of dw_parts.
 
@@ -102,7 +111,8 @@ def rms_norm_backward_kernel(
     same order on every run. BLOCK + MORE >= HIDDEN.
 
     Later tiles are read ahead: STAGES - 1 of them into shared memory, or AHEAD (0, 1 or 2, with
-    one stage) into registers.
+    one stage) into registers. LANES: 0, or the number of threads, with which the sum over two
+    blocks is one reduction over the threads, in another order.
     """
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -187,11 +197,17 @@ def rms_norm_backward_kernel(
             more_dsum = more_dsum.to(tl.float32) if HAS_DSUM else 0.0
         xhat = x.to(tl.float32) * rstd[:, None]
         wdy = dy * weight[None, :]
-        total = tl.sum(wdy * xhat, axis=1)
         if MORE > 0:
             more_xhat = more_x.to(tl.float32) * rstd[:, None]
             more_wdy = more_dy * more_weight[None, :]
-            total += tl.sum(more_wdy * more_xhat, axis=1)
+        if LANES > 0 and MORE > 0:
+            sums = _lane_sums(wdy * xhat, ROWS, BLOCK, LANES)
+            sums += _lane_sums(more_wdy * more_xhat, ROWS, MORE, LANES)
+            total = tl.sum(sums, axis=1)
+        else:
+            total = tl.sum(wdy * xhat, axis=1)
+            if MORE > 0:
+                total += tl.sum(more_wdy * more_xhat, axis=1)
         if WANT_X:
             mean = total / HIDDEN
             _store_dx(wdy, xhat, mean, rstd, dsum, dx_ptr, row, col, ok, HIDDEN)
