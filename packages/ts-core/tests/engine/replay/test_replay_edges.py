@@ -615,7 +615,7 @@ def test_no_room_for_what_is_kept(
 
     def without_room(self: BlockReplay, *args: Any) -> None:
         begin(self, *args)
-        self._room_bytes = lambda: 10
+        self._keeper._room_bytes = lambda: 10
 
     monkeypatch.setattr(BlockReplay, "__init__", without_room)
     pair = both([Block(), Block()], lambda m, o: plain_steps(m, o, 4), recompute=[1])
