@@ -7,8 +7,9 @@ is a second copy of the model, beside blocks whose activations are not even kept
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -42,3 +43,16 @@ class Casts:
             return
         if torch.is_autocast_cache_enabled():
             torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def casts_anew(device_type: str) -> Iterator[None]:
+    """Autocast's copies of weights are made inside, and do not stay for others."""
+    if not (torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()):
+        yield
+        return
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()

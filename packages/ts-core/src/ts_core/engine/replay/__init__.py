@@ -2,7 +2,7 @@
 
 A graph reads and writes fixed addresses and runs none of the block's Python code. So all of this
 folder answers two questions: what must be as it was when the graph was made (`signature`,
-`watch`, `inspector`), and who owns the memory between two replays (`recording`).
+`watch`, `inspector`), and who owns the memory between two replays (`recording`, `memory`).
 """
 
 from ts_core.engine.replay.cuda_recorder import CudaRecorder

@@ -213,3 +213,28 @@ class SavedMemory:
         self._offsets.append(self.size_bytes)
         size = length * torch.empty(0, dtype=dtype).element_size()
         self.size_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in memory of their own, with the same strides."""
+    found = [
+        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        for tensor in tensors
+    ]
+    copy_all(found, tensors)
+    return found
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target; one launch for all of a dtype."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+        return
+    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+    groups = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, of = groups.setdefault((target.dtype, source.dtype), ([], []))
+        into.append(target)
+        of.append(source)
+    for into, of in groups.values():
+        torch._foreach_copy_(into, of)
