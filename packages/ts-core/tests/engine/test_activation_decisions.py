@@ -309,7 +309,7 @@ def test_after_a_probe_that_pages_the_first_decision_fits(
         return found
 
     steps(model, 1)
-    offloader._activations.measured = offloader._activations._meter.result()
+    offloader._activations.measured = offloader._activations._probe.meter.result()
     every = peak(["recompute"] * DEPTH)
     device.held = lambda: peak(offloader.policy)
     device.limit_now = every + int(more * saved())

@@ -15,15 +15,10 @@ import torch
 from torch import nn
 
 from ts_core.engine.activation_memory import ActivationMemory
-from ts_core.engine.activation_meter import (
-    ActivationMeter,
-    Range,
-    plain_tensors,
-    stateful_argument,
-    tensors_in,
-)
+from ts_core.engine.activation_meter import Range, plain_tensors, stateful_argument
 from ts_core.engine.activation_options import ActivationOptions
 from ts_core.engine.activation_pages import PageStore, Span
+from ts_core.engine.activation_probe import ActivationProbe, numel_in
 from ts_core.engine.activation_search import PolicySearch
 from ts_core.engine.page_transfers import batches_of
 from ts_core.engine.saved_tensors import outer_checkpoint
@@ -33,14 +28,9 @@ from ts_core.schedule.activation_policy import (
     ActivationPolicy,
     BlockActivations,
     halve_pages,
-    offload_named,
-    recompute_named,
 )
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
 from ts_core.transfer import CopyEngine
-
-# An input this much larger than the one that was measured is measured again.
-_LARGER = 1.02
 
 
 class Activations:
@@ -77,12 +67,10 @@ class Activations:
         self.store = PageStore(
             copies, self.memory.buffers, options.min_bytes, options.prefetch_depth
         )
-        self._meter: ActivationMeter | None = None
-        self._attempts = 0  # forwards that the probe under way has seen
+        self._probe = ActivationProbe(options, self._device, len(blocks), self.store)
         self._modes: list[str] = []
         self._moves = False
         self._weights: list[torch.Tensor] = []
-        self._probed_numel = 0
         self._pages: list[list[tuple[Range, int]]] = [[] for _ in blocks]
         # Told what was measured, and the room there is beyond a step that recomputes every block;
         # returns the bytes of it that have a better use.
@@ -115,7 +103,7 @@ class Activations:
     @property
     def measuring(self) -> bool:
         """Whether a probe is under way, or has ended and the next forward decides by it."""
-        return self._meter is not None
+        return self._probe.meter is not None
 
     @property
     def policy(self) -> list[str]:
@@ -140,7 +128,7 @@ class Activations:
     @property
     def adapting(self) -> bool:
         """Whether the policy is expected to change by itself."""
-        if self._meter is not None:
+        if self._probe.meter is not None:
             return self.options.searches and self._device.separate_memory
         return self._search.adapting
 
@@ -179,7 +167,7 @@ class Activations:
         total = len(self._modes)
         if not 1 <= count <= total:
             raise OptionError(f"{count} blocks cannot stay: use a number from 1 to {total}.")
-        if self._meter is not None:
+        if self._probe.meter is not None:
             raise StateError("nothing is measured yet: run a training step first.")
         modes = [mode if mode != KEEP else OFFLOAD for mode in self._modes]
         modes[total - count :] = [KEEP] * count
@@ -198,7 +186,7 @@ class Activations:
     def done(self) -> bool:
         """Whether blocks run as if nothing were here."""
         return (
-            self._meter is None
+            self._probe.meter is None
             and not self._moves
             and not self.adapting
             and not self._search.watching
@@ -210,22 +198,22 @@ class Activations:
         if self.memory.low is not None:
             self._give_ram_back(self.memory.low)
         elif training:
-            if self._meter is not None:
+            if self._probe.meter is not None:
                 self._finish_probe()
-            if self._meter is not None:
+            if self._probe.meter is not None:
                 self._search.stop_timing()
             else:
                 self._search.time_steps()
                 self._search.look_at_peak()
         if not training:
             self._search.skip_step()
-        if tuple(self._modes) != self._search.current.modes and self._meter is None:
+        if tuple(self._modes) != self._search.current.modes and self._probe.meter is None:
             self._adopt(self._search.current)
         if training:
             self._look_at_input(args, kwargs)
-        if self._meter is not None:
+        if self._probe.meter is not None:
             self._weights = plain_tensors(self._blocks)
-            self._meter.begin(self._weights)
+            self._probe.meter.begin(self._weights)
         self.store.new_pass(self._weights if self._moves else ())
 
     def begin(self, index: int, args: Any, kwargs: Any) -> Span:
@@ -238,9 +226,9 @@ class Activations:
             stateful = stateful_argument(args) or stateful_argument(kwargs)
             if stateful is not None:
                 mode = self._cannot_recompute(index, stateful)
-        meter = None if checkpointed else self._meter
-        if self._meter is not None:
-            self._meter.enter(index, args, kwargs)
+        meter = None if checkpointed else self._probe.meter
+        if self._probe.meter is not None:
+            self._probe.meter.enter(index, args, kwargs)
         call = self.store.new_call(index)
         previous = call.previous
         self.recomputed += mode == RECOMPUTE
@@ -254,41 +242,18 @@ class Activations:
     def end(self, index: int, span: Span, failed: bool) -> None:
         """A block's forward has ended."""
         span.call.end(failed)
-        if self._meter is not None:
-            self._meter.broken |= failed
-            self._meter.finished.add(index)
+        if self._probe.meter is not None:
+            self._probe.meter.broken |= failed
+            self._probe.meter.finished.add(index)
 
     # -- the probe ----------------------------------------------------------------------------
 
     def _begin_probe(self) -> None:
-        """Measure in the next training forward.
-
-        Where something is left to decide, memory has not been shown to suffice, so on a device
-        with memory of its own the probe recomputes every block: that needs the least memory, no
-        host buffers of sizes unknown until then, and gives the peak that limits are counted from.
-        """
-        options, count = self.options, len(self._blocks)
-        free = KEEP
-        if self._device.separate_memory:
-            if options.recompute == "auto":
-                free = RECOMPUTE
-            elif options.offload == "auto":
-                free = OFFLOAD
-        modes = [free] * count
-        if count and free == OFFLOAD:
-            modes[-1] = KEEP
-        for index in offload_named(options.offload, count):
-            modes[index] = OFFLOAD
-        for index in recompute_named(options.recompute_asked, count):
-            modes[index] = RECOMPUTE
-        self._set_modes(modes)
-        self._attempts = 0
+        """Measure in the next training forward."""
+        self._set_modes(self._probe.begin())
         self.memory.buffers.limit_bytes = self.memory.ram_room()
-        if OFFLOAD in modes:
+        if OFFLOAD in self._modes:
             self.memory.floor.start()
-        self._meter = ActivationMeter(count, self.store)
-        if options.searches and self._device.separate_memory:
-            self._device.reset_peak()
 
     def _say_how_it_begins(self) -> None:
         autos = self.options.autos_in_words()
@@ -305,18 +270,11 @@ class Activations:
 
     def _finish_probe(self) -> None:
         """The forward before this one was the probe, if it ran to its end."""
-        meter = self._meter
-        assert meter is not None
-        if not meter.finished:
-            return
-        self._attempts += 1
-        part = len(meter.finished) < len(self._blocks) and self._attempts < 2
-        if meter.broken or part or not self.may_move():
-            self._meter = ActivationMeter(len(self._blocks), self.store)
+        meter = self._probe.finish(self.may_move)
+        if meter is None:
             return
         self.measured = meter.result()
         self._pages = meter.pages()
-        self._meter = None
         self.memory.set_apart(self.measured, max(map(_trained_bytes, self._blocks), default=0))
         room = self.memory.device_room(self.measured, self._modes)
         if room is not None and self.share_room is not None:
@@ -327,22 +285,14 @@ class Activations:
 
     def _look_at_input(self, args: Any, kwargs: Any) -> None:
         """Measure (again) with the largest input so far."""
-        now = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
-        if self._meter is not None:
-            self._probed_numel = now
-        elif (
-            now > self._probed_numel * _LARGER
-            and self.options.searches
-            and self._device.separate_memory
-        ):
-            self._say(
-                f"activations: an input of {now} values instead of {self._probed_numel}: measuring "
-                f"again"
-            )
-            if self.before_larger is not None:
-                self.before_larger(now / max(1, self._probed_numel))
-            self._probed_numel = now
-            self._begin_probe()
+        if not self._probe.larger(args, kwargs):
+            return
+        before, now = self._probe.numel, numel_in(args, kwargs)
+        self._say(f"activations: an input of {now} values instead of {before}: measuring again")
+        if self.before_larger is not None:
+            self.before_larger(now / max(1, before))
+        self._probe.numel = now
+        self._begin_probe()
 
     def _cannot_recompute(self, index: int, stateful: str) -> str:
         if self._search.recomputes:
@@ -397,7 +347,7 @@ class Activations:
                 f"{human(self.memory.floor.floor_bytes)}: half of the "
                 f"{len(self.offloaded_blocks)} paged blocks are recomputed from now on"
             )
-            self._meter = None
+            self._probe.drop()
             text = "half of the paged blocks recomputed, since RAM ran low"
             self._search.fix(policy, text, silently=True)
             self._adopt(policy, give_back=True)
