@@ -76,7 +76,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Any:
         def make(images: Any, copies: Any, planned: int) -> ParamPager:
             return ParamPager(images, copies, count)
 
-        monkeypatch.setattr("ts_core.engine.wrapping.ParamPager", make)
+        monkeypatch.setattr("ts_core.engine.assembling.ParamPager", make)
 
     return use
 

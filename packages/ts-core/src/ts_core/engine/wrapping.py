@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,23 +11,18 @@ from torch import nn
 
 from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
-from ts_core.engine.activation_options import activation_options, check_activation_options
-from ts_core.engine.activations import Activations
-from ts_core.engine.adapting import PlacementAdapter
-from ts_core.engine.attention import AttentionChoice
+from ts_core.engine.activation_options import check_activation_options
+from ts_core.engine.assembling import assemble
 from ts_core.engine.blocks import find_blocks
 from ts_core.engine.experts import (
-    ExpertPaging,
     StackedExperts,
     experts_to_page,
     parameters_of,
     without_experts,
 )
-from ts_core.engine.experts_store import run_stored
-from ts_core.engine.hosting import build_images
 from ts_core.engine.meta_loading import MetaLoading, meta_tensors
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
-from ts_core.engine.placement import block_leaves, left_out, model_profile, move_resident
+from ts_core.engine.placement import block_leaves, model_profile, move_resident
 from ts_core.engine.planning import (
     choose_codec,
     choose_moments,
@@ -40,28 +34,20 @@ from ts_core.engine.planning import (
 )
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
-from ts_core.engine.replay import replay_for
 from ts_core.engine.residence import plan_with_tables, staying
-from ts_core.engine.residence import start as start_optimizer
 from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
-from ts_core.engine.state_room import StateRoom
 from ts_core.engine.tables import HostTables, lookup_tables
 from ts_core.engine.wrap_checks import (
     check_blocks,
-    check_no_gradients,
     check_pageable,
     check_state,
-    compiled_from_outside,
 )
 from ts_core.errors import StateError
 from ts_core.memory.arena import default_arena
-from ts_core.optim import OffloadAdamW, convert_optimizer
+from ts_core.optim import OffloadAdamW
 from ts_core.optim.data_parallel import several_processes
 from ts_core.optim.moments import bytes_per_value
-from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions
-from ts_core.schedule.plan import human
-from ts_core.store import Leaf, ParamPager
 from ts_core.transfer import CopyEngine
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -244,82 +230,13 @@ def _start(
     session.state_on_device = on_device
     session.trains_pageable = any(leaf.trained for block in leaves for leaf in block)
     try:
-        return _assemble(
+        made = assemble(
             session, model, optimizer, leaves, profile, machine, asked, experts, loading
         )
     except BaseException:
         session.close()  # hooks, threads and files go; the weights keep their values
         raise
-
-
-def _assemble(
-    session: TrainStreamSession,
-    model: ModelT,
-    optimizer: torch.optim.Optimizer | None,
-    leaves: Sequence[Sequence[Leaf]],
-    profile: ModelProfile,
-    machine: MachineProfile,
-    asked: PlanOptions,
-    experts: Sequence[StackedExperts],
-    loading: MetaLoading | None,
-) -> tuple[ModelT, OffloadAdamW]:
-    blocks, device, config, log = session.blocks, session.device, session.config, session.log
-    plan, copies = session.plan, session.copies
-    paged = [leaf for index in plan.paged for leaf in leaves[index]]
-    check_no_gradients(paged)
-    images = build_images(session, {index: leaves[index] for index in plan.paged})
-    if experts:
-        session.experts = ExpertPaging(experts, copies, default_arena())
-        paged += session.experts.leaves()
-        log(session.experts.in_words())
-    session.stored_experts = run_stored(model, blocks, experts)
-    if loading is not None:
-        loading.fill(model, device)
-        log(
-            f"loader: {loading.tensors} tensors of {human(loading.size_bytes)} read to where they "
-            f"stay"
-        )
-    move_resident(model, device, paged)
-    resident = plan.predicted.get("resident_blocks", 0)
-    session.resident_reservation = device.pool.reserve(resident, "resident blocks")
-    if images:
-        session.pager = ParamPager(images, copies, plan.slot_count)
-    session.replay = replay_for(session, model)
-    # Once activations have been measured, room for recordings is set apart before others share it.
-    asked = replace(asked, replayed=False, avoid_pages=session.replay is not None)
-    if blocks:
-        options = activation_options(config, session.replay is not None)
-        session.activations = Activations(blocks, copies, options, log)
-        if session.replay is not None:
-            session.activations.memory.recorded = session.replay.beside_bytes
-            session.activations.memory.hidden = session.replay.pool_bytes
-    session.attention = AttentionChoice(config.attention, device, log)
-    session.attention.install(model, blocks)  # inside what is computed again
-    session.hook_blocks()
-    session.optimizer = _make_optimizer(model, optimizer, session)
-    start_optimizer(session)
-    elsewhere = frozenset(parameters_of(experts) | left_out(model, session.optimizer))
-    session.adapter = PlacementAdapter(session, model, profile, machine, asked, elsewhere)
-    if session.activations is not None:
-        session.activations.share_room = session.adapter.share_room
-        state_room = StateRoom(session, machine.rates)
-        session.activations.pledge = state_room.pledge
-        memory = session.activations.memory
-        memory.for_state = state_room
-        session.optimizer.leave_room_for(lambda: memory.apart + memory.hidden())
-        session.activations.before_larger = session.adapter.before_larger
-        session.activations.may_move = session.adapter.may_move
-    session.hook_model(model)
-    session.watch_for_room()
-    if compiled_from_outside(model, blocks):
-        log(
-            "torch.compile: the blocks run as they are, since their forwards are entered from "
-            "outside what was compiled. To compile them, replace each by torch.compile(block) "
-            "before wrap()"
-        )
-    setattr(model, ATTRIBUTE, session)
-    device.reset_peak()
-    return model, session.optimizer
+    return model, made
 
 
 def _device_for(model: nn.Module, config: WrapOptions) -> Device:
@@ -337,54 +254,3 @@ def _take_workspaces(device: Device, log: EventLog) -> None:
         device.take_workspaces()
     except torch.OutOfMemoryError as error:  # the plan says what is short, if it is
         log(f"device memory: none for torch's own workspaces: {str(error).splitlines()[0]}")
-
-
-def _make_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, session: TrainStreamSession
-) -> OffloadAdamW:
-    config = session.config
-    moments = session.moments
-    shared: dict[str, Any] = {
-        "mode": config.optimizer_mode,
-        "moment_dtype": moments,
-        "max_grad_norm": config.max_grad_norm,
-        "threads": config.threads,
-        "accumulation_steps": config.accumulation_steps,
-        "eager": config.eager,
-        "device": session.device,
-        "copies": session.copies,
-        "on_event": session.log,
-        "homes": {home.param: home for home in session.homes},
-        "distributed": config.distributed,
-    }
-    made = _made_optimizer(model, optimizer, session, shared)
-    made.guard_params = config.guard_params
-    made.headroom = config.vram_headroom
-    return made
-
-
-def _made_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    session: TrainStreamSession,
-    shared: dict[str, Any],
-) -> OffloadAdamW:
-    config = session.config
-    if optimizer is None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return OffloadAdamW(trained, lr=config.lr, **shared)
-    if isinstance(optimizer, OffloadAdamW):
-        optimizer.adopt(
-            session.device,
-            session.copies,
-            session.log,
-            mode=config.optimizer_mode,
-            moment_dtype="auto" if config.moment_dtype == "auto" else session.moments,
-            max_grad_norm=config.max_grad_norm,
-            accumulation_steps=config.accumulation_steps,
-            eager=config.eager,
-            threads=config.threads,
-            homes=shared["homes"],
-        )
-        return optimizer
-    return convert_optimizer(optimizer, **shared)
