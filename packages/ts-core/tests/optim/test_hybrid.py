@@ -313,3 +313,42 @@ def test_gradients_go_as_soon_as_the_device_has_updated() -> None:
         time.sleep(0.01)
     assert sum(reference() is not None for reference in gradients) <= 2  # kept until the next
     optimizer.step()
+
+
+def test_a_group_without_gradients_yet_may_be_there_when_state_is_split() -> None:
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(2)]
+    lines: list[str] = []
+    optimizer = hybrid_on(params, Rates(4e9, 45e9), lines)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+    steps(1)
+    late = torch.nn.Parameter(torch.ones(500, 1000))
+    optimizer.add_param_group({"params": [late]})
+    steps(1)
+    assert lines and len(optimizer.buckets) == 3
+    other = torch.nn.Parameter(torch.ones(300, 1000))
+    optimizer.add_param_group({"params": [other]})
+    optimizer.give_state_back(1)
+    steps(1)
+    optimizer.synchronize()
+    assert torch.equal(late, torch.ones_like(late)) and torch.equal(other, torch.ones_like(other))
+
+
+def test_updates_that_are_done_are_not_kept() -> None:
+    """Those that step() queues, too, to which no backward waits for room."""
+    device = Roomy()
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(3)]
+    optimizer = OffloadAdamW(
+        params, mode="gpu", eager=False, device=device, copies=CopyEngine(device)
+    )
+    for _ in range(8):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.synchronize()
+    assert len(optimizer._updates.pipeline._queued) <= len(params)

@@ -229,6 +229,7 @@ class HybridSplit:
         """Take at least `excess` bytes of state from device memory; whether any went."""
         if self._rates is None or self.last is None:
             return False
+        optimizer.build()
         before = self._taken(optimizer)
         self._apply(optimizer, "a step took too much memory", max(0, before - excess))
         return self._taken(optimizer) < before
@@ -258,6 +259,7 @@ class HybridSplit:
     def _apply(self, optimizer: OffloadAdamW, why: str, room: int | None = None) -> None:
         """`room`: of state and waiting gradients on the device; None: what they take now, and what
         is left beside it."""
+        optimizer.build()  # a group may have been added that has had no gradient yet
         pieces = self._pieces(optimizer.buckets)
         assert self._rates is not None
         if room is None:

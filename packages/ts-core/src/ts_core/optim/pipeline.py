@@ -177,6 +177,8 @@ class UpdatePipeline:
         worker = self._device if place.on_device else self._host
         job = worker.submit(work)
         if bucket.gradients_stay and verdict is None:
+            while self._queued and self._queued[0][0].done():
+                self._queued.popleft()
             self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
         return job
 
