@@ -259,3 +259,60 @@ def test_compiled_models_train_with_one_graph(lab: Any) -> None:
     assert lab.distance(model, twin) <= 1e-6
     torch._dynamo.reset()
     gc.collect()
+
+
+def moved_to(optimizer: OffloadAdamW, place: str) -> OffloadAdamW:
+    if place == "device":
+        optimizer.make_resident()
+    else:
+        optimizer.build()
+        optimizer.place_state([place] * len(optimizer.buckets))
+    return optimizer
+
+
+@pytest.mark.parametrize("place", ["host", "zero_copy", "resident", "device"])
+@pytest.mark.parametrize("first", ["optimizer", "model"])
+def test_a_run_goes_on_bit_for_bit_in_whichever_order_it_is_loaded(
+    lab: Any, place: str, first: str
+) -> None:
+    model = lab.model(torch.bfloat16)
+    optimizer = moved_to(OffloadAdamW(model.parameters(), lr=1e-4), place)
+    lab.run(model, optimizer, 4)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    lab.run(model, optimizer, 4, first=4)
+    again = lab.model(torch.bfloat16, seed=1)
+    other = moved_to(OffloadAdamW(again.parameters(), lr=1e-4), place)
+    lab.run(again, other, 1)
+    if first == "model":
+        again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    if first == "optimizer":
+        again.load_state_dict(saved[0])
+    lab.run(again, other, 4, first=4)
+    optimizer.synchronize()
+    other.synchronize()
+    for mine, theirs in zip(again.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(
+        other.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert torch.equal(mine["master"], theirs["master"])
+
+
+@pytest.mark.parametrize("place", ["host", "zero_copy", "resident", "device"])
+def test_values_written_before_the_state_was_saved_or_loaded_count(lab: Any, place: str) -> None:
+    """The saved fp32 copy is that of the last update."""
+    model = lab.model(torch.bfloat16)
+    optimizer = moved_to(OffloadAdamW(model.parameters(), lr=1e-3), place)
+    lab.run(model, optimizer, 2)
+    with torch.no_grad():
+        model.large.fill_(0.5)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer = moved_to(OffloadAdamW(model.parameters(), lr=1e-3), place)
+    with torch.no_grad():
+        model.second.fill_(-0.5)
+    optimizer.load_state_dict(saved)
+    lab.run(model, optimizer, 1, first=2)
+    optimizer.synchronize()
+    assert (model.large - 0.5).abs().max() < 0.01
+    assert (model.second + 0.5).abs().max() < 0.01

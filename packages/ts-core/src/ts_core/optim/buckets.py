@@ -322,12 +322,10 @@ class Bucket:
             and bases[end] - bases[start] == offsets[end] - offsets[start]
         )
 
-    def keep_master(self, position: int) -> None:
-        """The master copy was loaded: do not overwrite it from the parameter at the next update."""
-        offset, size = self.layout.offsets[position], self.layout.sizes[position]
-        self.layout.foreign_writes()
-        self._flat = self.layout.flat()
-        self.place.take_rounded(offset, self._flat[offset : offset + size])
+    def master_loaded(self, position: int) -> None:
+        """The master copy was loaded: at the next update it counts where it rounds to the
+        parameter's value of then, however the model was loaded, before this or after."""
+        self.layout.doubt_values(position)
 
 
 def carry_state(olds: Sequence[Bucket], news: Sequence[Bucket]) -> None:

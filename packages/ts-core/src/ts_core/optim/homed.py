@@ -27,7 +27,7 @@ class HomedLayout(FlatLayout):
         self.sizes = [self.numel]
         self.offsets = [0]
         self.bases = [0]
-        self._mark = home.note_values()
+        self._mark: object = home.note_values()
 
     def flat(self) -> torch.Tensor:
         """The values, 1-D, in host memory."""
@@ -48,6 +48,10 @@ class HomedLayout(FlatLayout):
     def note_values(self, positions: Sequence[int] | None = None) -> None:
         """The present values are ours."""
         self._mark = self.home.note_values()
+
+    def doubt_values(self, position: int) -> None:
+        """The weight's values may not be those that its state is for: as if just written."""
+        self._mark = None
 
     def foreign_writes(self) -> list[int]:
         """[0] if somebody else wrote values since `note_values`, which are in the image now."""

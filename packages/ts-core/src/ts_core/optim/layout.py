@@ -152,6 +152,10 @@ class FlatLayout(FlatPieces):
             param = self.params[position]
             self._seen[position] = (param._version, local(param.data).data_ptr())
 
+    def doubt_values(self, position: int) -> None:
+        """The parameter's values may not be those that its state is for: as if just written."""
+        self._seen[position] = (-1, -1)
+
     @torch.no_grad()
     def foreign_writes(self) -> list[int]:
         """Positions whose values somebody else wrote since `note_values`; noted now.

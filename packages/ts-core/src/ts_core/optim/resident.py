@@ -227,7 +227,7 @@ class ResidentAdamW:
                 if piece.master is not None:
                     if "master" in entry:
                         mine["master"].copy_(entry["master"])
-                    piece.take_value(position)
+                    piece.doubt_value(position)
         for piece, counts in steps.items():
             piece.set_steps(counts)
         self.updates = max((max(counts) for counts in steps.values()), default=0)

@@ -214,6 +214,11 @@ class ResidentPiece:
                 self.take_value(position)
         self._look()
 
+    def doubt_value(self, position: int) -> None:
+        """State was loaded, perhaps for other values: look at the parameter before its update."""
+        self.layout.doubt_values(position)
+        self._seen = []
+
     def take_value(self, position: int) -> None:
         """The master copy follows the parameter, but where it rounds to that very value."""
         assert self.master is not None

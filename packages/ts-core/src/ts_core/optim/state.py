@@ -174,4 +174,4 @@ def load(
                 bucket.place.write(name, offset, values)
             if "master" in entry and bucket.has_master:
                 bucket.place.write("master", offset, local(entry["master"]).reshape(-1))
-                bucket.keep_master(position)
+                bucket.master_loaded(position)
