@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     full: bool = False,
     accumulation: int = 1,
+    call: Any = None,
     **options: Any,
 ) -> tuple[TinyModel, TrainingRecord, OtherMemory]:
     model = tiny_model(depth=DEPTH, dropout=0.1, dtype=dtype, full=full)
@@ -77,7 +79,7 @@ def run(
     device.session = model._trainstream_session
     device.first = len(device.session.plan.paged)
     with inject_delays(3, max_ms=0.5):
-        record = train(model, optimizer, steps, accumulation=accumulation)
+        record = train(model, optimizer, steps, accumulation=accumulation, call=call)
     return model, record, device
 
 
@@ -130,6 +132,28 @@ def test_while_gradients_are_accumulated_trained_weights_keep_their_place(
     assert len(report["params"]["paged_blocks"]) < device.first
     assert any("activations are known" in event for event in report["events"])
     _, kept, _ = run(monkeypatch, rates, 200.0, 6, param_offload=False, recompute=False, **given)
+    assert kept.differences(record) == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_blocks_keep_their_place_between_two_forwards_and_their_backward(
+    monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Activations are known after the first of them, and the second's input is larger."""
+    rates = replace(TYPICAL_GPU, h2d=1e3, d2h=1e3, duplex=2e3)
+    calls = itertools.count()
+
+    def both(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        longer = torch.cat([tokens] * (1 + next(calls)), 1)
+        return model(tokens) + model(longer)  # type: ignore[no-any-return]
+
+    given: dict[str, Any] = {"full": full, "offload": True, "call": both}
+    model, record, _ = run(monkeypatch, rates, 8.0, 6, **given)
+    events = memory_report(model)["events"]
+    moves = [event for event in events if event.startswith("plan: activations are known")]
+    assert len(moves) > 1
+    calls = itertools.count()
+    _, kept, _ = run(monkeypatch, rates, 2e4, 6, param_offload=False, recompute=False, **given)
     assert kept.differences(record) == []
 
 

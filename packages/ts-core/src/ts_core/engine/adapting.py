@@ -57,6 +57,7 @@ class PlacementAdapter:
             movable = [index for index in movable if not (trained and trained[index])]
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
+        self._begun: tuple[int, int] | None = None  # steps and gradients, as a forward began
         self._held = 0  # of the optimizer on the device, when activations were measured
         self.depth = self._new_depth(session)
 
@@ -100,11 +101,23 @@ class PlacementAdapter:
         if found is None and settled and not self.corrector.adapting:
             self._try_slots(session, peak + apart)
 
+    def forward_begins(self) -> None:
+        """A training forward begins: its backward needs the blocks where they are."""
+        session = self._session()
+        if session is not None and session.optimizer is not None:
+            self._begun = session.steps, session.optimizer.gradients_come
+
     def may_move(self) -> bool:
-        """Whether blocks may change place now; those with trained weights not between passes."""
+        """Whether blocks may change place now.
+
+        Not between a forward and its backward (a loss of two forwards, say), and those with
+        trained weights not between the passes of a step.
+        """
         session = self._session()
         if session is None or session.optimizer is None:
             return True
+        if self._begun == (session.steps, session.optimizer.gradients_come):
+            return False
         return not (session.trains_pageable and session.optimizer.mid_step)
 
     def share_room(self, measured: Sequence[BlockActivations], room: int) -> int:

@@ -164,6 +164,8 @@ class TrainStreamSession:
                     self.optimizer.synchronize()
             if self.runner is not None:
                 self.runner.new_pass(args, kwargs)
+            if self.adapter is not None and torch.is_grad_enabled() and not in_backward():
+                self.adapter.forward_begins()
             if self.experts is not None:
                 self.experts.new_pass()
 

@@ -126,6 +126,11 @@ class ShownOptimizer(RefusingOptimizer):
         return self._updates.buckets
 
     @property
+    def gradients_come(self) -> int:
+        """Gradients so far that hooks took, of all steps; rises with every backward."""
+        return self._updates.arrivals
+
+    @property
     def mid_step(self) -> bool:
         """Whether gradients of an unfinished step have come, in this backward or one before it."""
         return self._updates.mid_step

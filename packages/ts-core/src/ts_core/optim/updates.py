@@ -40,6 +40,7 @@ class Updates:
         norm: of the last step, when it was needed.
         split: moves state after steps, in mode "hybrid".
         apart: gives device memory that no peak shows yet and that is for others.
+        arrivals: gradients so far.
         ranks: the processes whose gradients are averaged in step(); None when training alone.
     """
 
@@ -63,7 +64,7 @@ class Updates:
         self.ranks: Ranks | None = None
         self._groups = groups
         self._say = say
-        self._arrivals = 0
+        self.arrivals = 0
         self._backwards = BackwardWatch()
         self._warned_late = False
         self._signature: tuple[tuple[int, int, int], ...] = ()
@@ -186,10 +187,10 @@ class Updates:
                 "parent's threads. Train in the parent only, or start workers with 'spawn'."
             )
         self._backwards.note()
-        self._arrivals += 1
+        self.arrivals += 1
         index, position = self.where[param]
         bucket = self.buckets[index]
-        bucket.collect(position, grad, self.options.accumulation, self._arrivals)
+        bucket.collect(position, grad, self.options.accumulation, self.arrivals)
         if bucket.complete(self.options.accumulation):
             self._close(index)
 
@@ -261,7 +262,7 @@ class Updates:
                 here, anywhere = next(found)
                 if anywhere and not here:
                     zeros = torch.zeros_like(param, requires_grad=False)
-                    bucket.collect(position, zeros, self.options.accumulation, self._arrivals)
+                    bucket.collect(position, zeros, self.options.accumulation, self.arrivals)
 
     def _launch(self, active: Sequence[Bucket]) -> None:
         """Queue the updates in the order of the last forward, the reverse of the gradients'."""
