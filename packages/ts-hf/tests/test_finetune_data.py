@@ -15,11 +15,12 @@ import torch
 from ts_core.errors import DataError
 from ts_hf.cli.dataset import make_rows, told_rows
 from ts_hf.cli.packed import BinCollator, pack_rows
-from ts_hf.cli.pairs import PairCollator, prepare_pairs, with_reference
+from ts_hf.cli.pairs import prepare_pairs
 from ts_hf.cli.records import Text
 from ts_hf.cli.rows import IGNORED, PadCollator, Rows, prepare_rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import read_documents, split_documents
+from ts_hf.testing.letters import Letters, learned_of, text_of
 
 
 @pytest.fixture
@@ -31,39 +32,6 @@ def begin_like(tmp_path: Path) -> Callable[..., FinetuneConfig]:
         return FinetuneConfig(data=(source,), **{**values, **changes})
 
     return make
-
-
-class Letters:
-    """One token per character; 0 ends a text."""
-
-    eos_token_id = 0
-    pad_token_id = 0
-    is_fast = True
-    all_special_tokens = ("|",)
-    chat_template = "made by hand"
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[Any]]:
-        found: dict[str, list[Any]] = {"input_ids": [ord(letter) for letter in text]}
-        if kwargs.get("return_offsets_mapping"):
-            found["offset_mapping"] = [(i, i + 1) for i in range(len(text))]
-        return found
-
-    def apply_chat_template(
-        self, messages: Any, tokenize: bool, add_generation_prompt: bool = False
-    ) -> str:
-        roles = [m["role"] for m in messages]
-        if "nobody" in roles:
-            raise ValueError("no such role")
-        text = "".join(f"<{m['role']}>{m['content'].strip()}|\n" for m in messages)
-        return text + ("<assistant>" if add_generation_prompt else "")
-
-
-def _text(row: dict[str, torch.Tensor]) -> str:
-    return "".join(chr(token) for token in row["input_ids"])
-
-
-def _learned(row: dict[str, torch.Tensor]) -> str:
-    return "".join(chr(token) for token in row["labels"] if token != IGNORED)
 
 
 def _folder(tmp_path: Path, count: int, length: int = 100) -> Path:
@@ -106,8 +74,8 @@ def test_documents_are_held_out_whole(tmp_path: Path) -> None:
     train, held = _rows([str(_folder(tmp_path, 40))])
     assert len(train) == 50 and len(held) == 8
     assert train.tokens == 500
-    letters = {c for row in train.items for c in _text(row)} - {"\0"}
-    others = {c for row in held.items for c in _text(row)} - {"\0"}
+    letters = {c for row in train.items for c in text_of(row)} - {"\0"}
+    others = {c for row in held.items for c in text_of(row)} - {"\0"}
     assert letters and others and not letters & others
     for row in (*train.items, *held.items):
         assert torch.equal(row["input_ids"], row["labels"])
@@ -125,8 +93,8 @@ def test_share_to_hold_out() -> None:
 
 def test_rows_come_from_many_documents(tmp_path: Path) -> None:
     train, held = _rows([str(_folder(tmp_path, 60, length=4000))], train_rows=20, eval_rows=4)
-    assert len({_text(row)[0] for row in held.items}) == 4  # a row per document, not four of one
-    assert len({_text(row)[0] for row in train.items}) >= 4
+    assert len({text_of(row)[0] for row in held.items}) == 4  # a row per document, not four of one
+    assert len({text_of(row)[0] for row in train.items}) >= 4
 
 
 def test_second_pass_uses_what_the_first_left(tmp_path: Path) -> None:
@@ -136,7 +104,7 @@ def test_second_pass_uses_what_the_first_left(tmp_path: Path) -> None:
     text = "".join(f"{number:06d}\n" for number in range(400))
     (folder / "a.txt").write_text(text)
     train, held = _rows([str(folder)], seq_length=7, train_rows=10_000, eval_rows=10_000)
-    lines = [_text(row) for row in (*train.items, *held.items)]
+    lines = [text_of(row) for row in (*train.items, *held.items)]
     whole = "".join(lines).replace("\0", "")
     numbers = [n for n in whole.split("\n") if len(n) == 6]
     assert len(set(numbers)) == len(numbers) > 380
@@ -145,16 +113,16 @@ def test_second_pass_uses_what_the_first_left(tmp_path: Path) -> None:
 def test_few_texts_hold_out_their_tails(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 900 + "y" * 100)
     train, held = _rows([str(tmp_path / "a.txt")])
-    assert "y" not in "".join(_text(row) for row in train.items)
-    assert "x" not in "".join(_text(row) for row in held.items)
+    assert "y" not in "".join(text_of(row) for row in train.items)
+    assert "x" not in "".join(text_of(row) for row in held.items)
 
 
 def test_held_out_path(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 300)
     (tmp_path / "b.txt").write_text("y" * 300)
     train, held = _rows([str(tmp_path / "a.txt")], held_out=str(tmp_path / "b.txt"))
-    assert {_text(row).strip("\0")[0] for row in train.items} == {"x"}
-    assert {_text(row).strip("\0")[0] for row in held.items} == {"y"}
+    assert {text_of(row).strip("\0")[0] for row in train.items} == {"x"}
+    assert {text_of(row).strip("\0")[0] for row in held.items} == {"y"}
 
 
 def test_same_rows_every_time_and_fingerprint(tmp_path: Path) -> None:
@@ -204,19 +172,19 @@ def test_records(tmp_path: Path) -> None:
             "completion": [{"role": "assistant", "content": "answer"}],
         },
     )
-    by_text = {_text(row): row for row in train.items}
+    by_text = {text_of(row): row for row in train.items}
     # The prompt counts for nothing, the completion and the end do.
     row = by_text["abcde\0"]
     assert row["labels"].tolist() == [IGNORED, IGNORED, ord("c"), ord("d"), ord("e"), 0]
-    assert _learned(by_text["<user>hi|\n"]) == "<user>hi|\n"
-    assert _learned(by_text["<user>q|\n<assistant>answer|\n"]) == "answer|\n"
+    assert learned_of(by_text["<user>hi|\n"]) == "<user>hi|\n"
+    assert learned_of(by_text["<user>q|\n<assistant>answer|\n"]) == "answer|\n"
     assert any(text.startswith("plain") for text in by_text)
 
 
 def test_records_keep_the_characters_that_are_no_line_ends(tmp_path: Path) -> None:
     text = "a\u2028b\x85c\x0bd"
     train = _trained(tmp_path, json.dumps({"prompt": "p", "completion": text}, ensure_ascii=False))
-    assert _text(train.items[0]) == f"p{text}\0"
+    assert text_of(train.items[0]) == f"p{text}\0"
 
 
 def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
@@ -241,9 +209,9 @@ def test_only_what_the_assistant_says(
     monkeypatch.setattr(Letters, "is_fast", fast)
     train = _trained(tmp_path, {"messages": CHAT}, assistant_only=True, seq_length=90)
     (row,) = train.items
-    assert _learned(row) == "first|second|"
+    assert learned_of(row) == "first|second|"
     assert (
-        _text(row)
+        text_of(row)
         == "<system>s|\n<user>one?|\n<assistant>first|\n<user>first|\n<assistant>second|\n"
     )
     # A sample goes on where the last answer begins.
@@ -277,8 +245,8 @@ def test_only_the_assistant_with_a_template_that_changes_earlier_turns(tmp_path:
     train = _trained(
         tmp_path, {"messages": messages}, assistant_only=True, tokenizer=Thinking(), seq_length=90
     )
-    assert _text(train.items[0]) == "<user>u|\n<assistant>yes|\n<user>v|\n<assistant>[so]no|\n"
-    assert _learned(train.items[0]) == "yes|so]no|"
+    assert text_of(train.items[0]) == "<user>u|\n<assistant>yes|\n<user>v|\n<assistant>[so]no|\n"
+    assert learned_of(train.items[0]) == "yes|so]no|"
 
 
 def test_records_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
@@ -289,7 +257,7 @@ def test_records_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
         {"prompt": "a", "completion": "b"},
         seq_length=10,
     )
-    assert sorted(_text(row) for row in train.items) == ["ab\0", "alonger th"]
+    assert sorted(text_of(row) for row in train.items) == ["ab\0", "alonger th"]
     assert len(train.notes) == 2
     assert train.notes[0].startswith("2 of 3 records are longer than seq_length=10 tokens")
     assert train.notes[1].startswith("1 records are left out")
@@ -363,27 +331,6 @@ def test_broken_records_are_named_by_line(line: str, words: str, tmp_path: Path)
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('{"text": "a"}', r"method=dpo expects 'prompt', 'chosen' and 'rejected'; found the keys"),
-        ('{"prompt": "p", "chosen": "a", "rejected": "a"}', "are the same"),
-        ('{"prompt": "p", "chosen": "a", "rejected": ""}', "'rejected' is empty"),
-        ('{"chosen": "a", "rejected": "b"}', "there is no 'prompt'"),
-        (
-            '{"chosen": [{"role": "user", "content": "a"}], '
-            '"rejected": [{"role": "user", "content": "b"}]}',
-            "share no message",
-        ),
-    ],
-)
-def test_broken_pairs_are_named_by_line(line: str, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n' + line + "\n")
-    with pytest.raises(DataError, match=f"line 2: .*{words}"):
-        read_documents([str(file)], pairs=True)
-
-
 def test_all_broken_records_are_listed_up_to_a_bound(tmp_path: Path) -> None:
     first = _jsonl(tmp_path / "a.jsonl", *['{"text": "fine"}', '{"text": 1}'] * 15)
     second = _jsonl(tmp_path / "b.jsonl", *['{"text": 2}'] * 15)
@@ -438,70 +385,6 @@ def test_collator_pads_to_the_longest() -> None:
     assert "attention_mask" not in PadCollator(9)(rows[:1])
 
 
-def _pairs(tmp_path: Path, *records: Any, seq_length: int = 60) -> Rows:
-    documents = read_documents([_jsonl(tmp_path / "pairs.jsonl", *records)], pairs=True)
-    return prepare_pairs(documents, Letters(), seq_length=seq_length, wanted=50)
-
-
-def _side(row: dict[str, torch.Tensor], side: str) -> tuple[str, str]:
-    """(text, what counts of it)."""
-    plain = {"input_ids": row[f"{side}_input_ids"], "labels": row[f"{side}_labels"]}
-    return _text(plain), _learned(plain)
-
-
-def test_pairs_of_texts_and_of_messages(tmp_path: Path) -> None:
-    user, good, bad = (
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "good"},
-        {"role": "assistant", "content": "bad"},
-    )
-    rows = _pairs(
-        tmp_path,
-        {"prompt": "p:", "chosen": "yes", "rejected": "no"},
-        {"prompt": [user], "chosen": [good], "rejected": [bad]},
-        {"chosen": [user, good], "rejected": [user, bad]},
-    )
-    assert _side(rows.items[0], "chosen") == ("p:yes\0", "yes\0")
-    assert _side(rows.items[0], "rejected") == ("p:no\0", "no\0")
-    for row in rows.items[1:]:
-        assert _side(row, "chosen") == ("<user>q|\n<assistant>good|\n", "good|\n")
-        assert _side(row, "rejected") == ("<user>q|\n<assistant>bad|\n", "bad|\n")
-    assert "".join(map(chr, rows.openings[1])) == "<user>q|\n<assistant>"
-
-
-def test_pairs_that_are_cut_or_left_out_are_counted(tmp_path: Path) -> None:
-    rows = _pairs(
-        tmp_path,
-        {"prompt": "0123456789", "chosen": "a", "rejected": "b"},
-        {"prompt": "012345678", "chosen": "ab", "rejected": "b"},
-        seq_length=10,
-    )
-    assert [_side(row, "chosen") for row in rows.items] == [("012345678a", "a")]
-    assert rows.notes == (
-        "answers of 1 of 1 pairs are cut off at 10 tokens",
-        "1 pairs are left out: their prompt alone has 10 tokens",
-    )
-    with pytest.raises(DataError, match="no pair whose prompt is shorter than seq_length=4"):
-        _pairs(tmp_path, {"prompt": "0123", "chosen": "a", "rejected": "b"}, seq_length=4)
-
-
-def test_batches_of_pairs(tmp_path: Path) -> None:
-    rows = _pairs(
-        tmp_path,
-        {"prompt": "a", "chosen": "1", "rejected": "22"},
-        {"prompt": "b", "chosen": "333", "rejected": "4"},
-    )
-    rows = with_reference(rows, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    batch = PairCollator(9)(rows.items)
-    texts = [
-        "".join(map(chr, ids[: mask.sum()]))
-        for ids, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"], strict=True)
-    ]
-    assert texts == ["a1\0", "b333\0", "a22\0", "b4\0"]
-    assert batch["reference"].tolist() == [1.0, 3.0, 2.0, 4.0]
-    assert batch["labels"][0].tolist() == [IGNORED, ord("1"), 0, IGNORED, IGNORED]
-
-
 def test_packed_rows_hold_every_record_once(tmp_path: Path) -> None:
     records = [{"prompt": "p", "completion": chr(ord("a") + i) * (1 + i % 7)} for i in range(26)]
     rows = _trained(tmp_path, *records, seq_length=20, train_rows=10_000)
@@ -515,7 +398,7 @@ def test_packed_rows_hold_every_record_once(tmp_path: Path) -> None:
         for begin, end in itertools.pairwise(starts):
             pieces.append("".join(map(chr, ids[begin:end].tolist())))
     found = sorted(piece for piece in pieces if piece != "\t")
-    assert found == sorted(_text(row) for row in rows.items)
+    assert found == sorted(text_of(row) for row in rows.items)
     learned = sorted(batch["labels"][batch["labels"] != IGNORED].tolist())
     assert learned == sorted(
         token for row in rows.items for token in row["labels"][1:].tolist() if token != IGNORED
