@@ -295,7 +295,7 @@ def test_gradients_go_as_soon_as_the_device_has_updated() -> None:
     device = Roomy()
     params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(6)]
     size = params[0].numel() * 4
-    copies = CopyEngine(device, max_inflight_bytes=8 * size)  # two of them for updates
+    copies = CopyEngine(device, max_inflight_bytes=4 * size)  # two of them for updates
     optimizer = OffloadAdamW(params, mode="gpu", device=device, copies=copies)
     optimizer.build()
     alive: list[int] = []
@@ -307,11 +307,12 @@ def test_gradients_go_as_soon_as_the_device_has_updated() -> None:
         del memory
         optimizer._on_gradient(param)
         alive.append(sum(reference() is not None for reference in gradients))
-    assert max(alive) <= 5
+    assert max(alive) <= 4  # two held, this one, and one that a thread has just finished with
+    optimizer.let_go()
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and sum(r() is not None for r in gradients) > 2:
+    while time.monotonic() < deadline and any(r() is not None for r in gradients):
         time.sleep(0.01)
-    assert sum(reference() is not None for reference in gradients) <= 2  # kept until the next
+    assert all(reference() is None for reference in gradients)
     optimizer.step()
 
 

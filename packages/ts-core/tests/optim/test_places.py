@@ -179,19 +179,23 @@ def test_gradients_queued_for_the_device_are_bounded(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More gradients than may wait: backward is held back, and the values are the same."""
-    from ts_core.optim.pipeline import UpdatePipeline
+    from ts_core.optim.held import HeldGradients
 
     calls: list[int] = []
-    original = UpdatePipeline.hold_back
+    most: list[int] = []
+    make_room, add = HeldGradients.make_room, HeldGradients.add
 
-    def hold_back(self: UpdatePipeline, bucket: Any, limit_bytes: int) -> None:
-        original(self, bucket, limit_bytes)
-        waiting = sum(size for job, size in self._queued if not job.done())
-        size = bucket.layout.numel * 4
-        assert waiting == 0 or waiting + size <= limit_bytes
+    def makes_room(self: HeldGradients, size_bytes: int, limit_bytes: int) -> None:
+        make_room(self, size_bytes, limit_bytes)
+        assert self.size_bytes == 0 or self.size_bytes + size_bytes <= limit_bytes
         calls.append(limit_bytes)
 
-    monkeypatch.setattr(UpdatePipeline, "hold_back", hold_back)
+    def adds(self: HeldGradients, job: Any, gradients: torch.Tensor) -> None:
+        add(self, job, gradients)
+        most.append(self.size_bytes)
+
+    monkeypatch.setattr(HeldGradients, "make_room", makes_room)
+    monkeypatch.setattr(HeldGradients, "add", adds)
     results = []
     for place in ("host", "zero_copy"):
         model = lab.model()
@@ -205,7 +209,8 @@ def test_gradients_queued_for_the_device_are_bounded(
             optimizer.synchronize()
         results.append(model)
     assert lab.distance(*results) == 0.0
-    assert calls and set(calls) == {1 << 18}
+    assert calls and set(calls) == {1 << 19}
+    assert max(most) == 1_200_000  # one that is larger than the limit, alone
 
 
 def test_gpu_mode_works_on_the_host_device(lab: Any) -> None:

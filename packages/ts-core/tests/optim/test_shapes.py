@@ -95,6 +95,9 @@ def test_equal_to_torch(
         reference.step()
         optimizer.zero_grad()
         reference.zero_grad()
+    # torch sums the norm in fp32: a factor that differs in its last digit may turn the rounding of
+    # a value the other way, once in each of the three steps.
+    limit = LIMIT if clip is None else 3 * torch.finfo(torch.float32).eps
     for mine, other in zip(ours, theirs, strict=True):
         if mine.numel():
-            assert ((mine - other).abs() / other.abs().clamp(min=1)).max() <= LIMIT
+            assert ((mine - other).abs() / other.abs().clamp(min=1)).max() <= limit

@@ -158,6 +158,7 @@ class TrainStreamSession:
             if self.optimizer is not None:
                 if torch.is_grad_enabled() and not in_backward():
                     self.optimizer.drop_failed_backward()
+                    self.optimizer.let_go()
                     if self.adapter is not None:
                         self.adapter.between_steps()
                 if not self.optimizer.reads_wait:

@@ -336,6 +336,13 @@ class OffloadAdamW(PlacedState):
         self._updates.drop("zero_grad() before step()")
         super().zero_grad(set_to_none=set_to_none)
 
+    def let_go(self) -> None:
+        """Gradients that updates still read go now, and later work of the device waits for those.
+
+        To be called before a forward, which waits for the weights that they write anyway.
+        """
+        self._updates.pipeline.let_go()
+
     def drop_failed_backward(self) -> None:
         """If a backward has raised since the last step, drop what it left, and say so.
 

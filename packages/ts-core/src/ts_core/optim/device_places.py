@@ -120,7 +120,8 @@ class DevicePlace(Place):
                 )
 
         event = self._work.launch(work, after)
-        self._work.keep(event, gradient)
+        if not update.held:
+            self._work.keep(event, gradient)
         return event
 
     def live(self) -> dict[str, torch.Tensor]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ts_core.device.base import Event
+from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim import norms, read_guard
 from ts_core.optim.buckets import Bucket, Measured
 from ts_core.optim.data_parallel import Ranks
+from ts_core.optim.held import HeldGradients
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import NormParts, Verdict
 from ts_core.optim.options import StepOptions
@@ -37,7 +37,7 @@ class UpdatePipeline:
         self._measured: dict[int, Future[Measured]] = {}
         self._averaged: dict[Bucket, Future[Measured]] = {}
         self._on_device: set[int] = set()
-        self._queued: deque[tuple[Future[Event | None], int]] = deque()
+        self._held: HeldGradients | None = None
         self._parts: NormParts | None = None
 
     def on_host(self, work: Callable[[], None]) -> Future[None]:
@@ -128,29 +128,52 @@ class UpdatePipeline:
         future.set_result(decide(total + sum(squares.values()), ""))
         return future
 
-    def hold_back(self, bucket: Bucket, limit_bytes: int) -> None:
-        """Wait until the gradients queued for the device take less than `limit_bytes` with this.
+    def launch_during_backward(
+        self, bucket: Bucket, hyper: Hyper, device: Device, limit_bytes: int
+    ) -> None:
+        """`launch`, and gradients on the device take at most `limit_bytes` until they are read.
 
-        The device's updates are then what bounds the step, so a backward that waits loses nothing,
-        and its gradients take no more memory.
+        The device's updates are then what bounds the step, so a backward that waits for them loses
+        nothing.
         """
-        size = bucket.layout.numel * bucket.layout.dtype.itemsize
-        while self._queued and (
-            self._queued[0][0].done() or sum(s for _, s in self._queued) + size > limit_bytes
-        ):
-            self._queued.popleft()[0].result()
+        if not bucket.gradients_stay:
+            self.launch(bucket, hyper, None)
+            return
+        if self._held is None:
+            self._held = HeldGradients(device)
+        self._held.make_room(bucket.gradient_bytes, limit_bytes)
+        self.launch(bucket, hyper, None, self._held)
+
+    def let_go(self) -> None:
+        """Hold no gradients: later work waits for the updates that read them."""
+        if self._held is not None:
+            self._held.clear()
 
     def launch(
-        self, bucket: Bucket, hyper: Hyper, verdict: Future[Verdict] | None
+        self,
+        bucket: Bucket,
+        hyper: Hyper,
+        verdict: Future[Verdict] | None,
+        held: HeldGradients | None = None,
     ) -> read_guard.Flight:
-        """Queue a closed bucket's update; reads of its parameters wait from here on."""
+        """Queue a closed bucket's update; reads of its parameters wait from here on.
+
+        Args:
+            bucket, hyper: which, and how.
+            verdict: what the update waits for; None for nothing.
+            held: keeps its gradients; None: the place of its state does.
+        """
         trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
         if bucket.used is None:  # not during backward: what was written since the close counts
             bucket.take_foreign_values()
         guards = self.guards(trained)
         with bucket.layout.writing():
             bucket.mark_written()
-            job = self._queue(bucket, bucket.take_update(hyper), verdict)
+            update = bucket.take_update(hyper)
+            update.held = held is not None
+            job = self._queue(bucket, update, verdict)
+            if held is not None:
+                held.add(job, update.gradients.flat)
             flight = bucket.flew(job, guards)
         if guards:
             read_guard.guard(trained, flight)
@@ -175,12 +198,7 @@ class UpdatePipeline:
             return place.update(update, scale)
 
         worker = self._device if place.on_device else self._host
-        job = worker.submit(work)
-        if bucket.gradients_stay and verdict is None:
-            while self._queued and self._queued[0][0].done():
-                self._queued.popleft()
-            self._queued.append((job, bucket.layout.numel * bucket.layout.dtype.itemsize))
-        return job
+        return worker.submit(work)
 
     def guards(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether reads of these wait by themselves; else step() waits, or the caller does."""

@@ -45,6 +45,7 @@ class Update:
         segments: what has a gradient.
         hyper: hyper-parameters.
         behind: events after the last reads of the old values.
+        held: somebody else keeps the gradients until the update has read them.
     """
 
     target: torch.Tensor
@@ -52,6 +53,7 @@ class Update:
     segments: Sequence[Segment]
     hyper: Hyper
     behind: Sequence[Event]
+    held: bool = False
 
 
 class Place(ABC):

@@ -176,10 +176,9 @@ class Storage:
         return self.mode == "hybrid" or (self.mode == "auto" and linked and self.kind == "float32")
 
     def device_inflight_bytes(self) -> int:
-        """Device memory of gradients that wait for device updates, in the queue and on the stream
-        each."""
+        """Device memory of gradients that device updates are still to read."""
         assert self.copies is not None
-        return self.copies.max_inflight_bytes // 4
+        return self.copies.max_inflight_bytes // 2
 
     def device_work(self) -> DeviceWork:
         """The stream of device updates, made when first asked for."""

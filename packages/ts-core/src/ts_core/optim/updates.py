@@ -200,9 +200,13 @@ class Updates:
         self.pipeline.close(bucket, index, self.steps, measure, options.threads)
         if options.eager:
             bucket.used = self._hyper(bucket)
-            if bucket.gradients_stay:
-                self.pipeline.hold_back(bucket, self.storage.device_inflight_bytes())
-            self.pipeline.launch(bucket, bucket.used, None)
+            assert self.storage.copies is not None
+            self.pipeline.launch_during_backward(
+                bucket,
+                bucket.used,
+                self.storage.copies.device,
+                self.storage.device_inflight_bytes(),
+            )
 
     def group_of(self, param: torch.nn.Parameter) -> dict[str, Any] | None:
         """The param group that holds `param` now; None if the user took it out."""
@@ -293,6 +297,7 @@ class Updates:
         """Wait for updates in flight."""
         for bucket in self.buckets:
             bucket.finish()
+        self.pipeline.let_go()
 
     def drop(self, why: str) -> None:
         """Drop the gradients of an unfinished step; says so if some were used already."""

@@ -1,0 +1,139 @@
+"""Gradients that updates during backward still read: bounded, in the order of streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from ts_core import OffloadAdamW
+from ts_core.device.host import HostDevice
+from ts_core.optim.held import HeldGradients
+from ts_core.transfer import CopyEngine
+
+
+class Recorded(HostDevice):
+    """Notes what its compute stream is told to wait for."""
+
+    separate_memory = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[Any] = []
+        waits = self.waits
+
+        class Compute:
+            name = "compute"
+
+            def wait_event(self, event: Any) -> None:
+                waits.append(event)
+
+            def record(self) -> Any:
+                return Passed(True)
+
+            def synchronize(self) -> None:
+                return None
+
+        self._compute = Compute()  # type: ignore[assignment]
+
+
+class Passed:
+    def __init__(self, passed: bool) -> None:
+        self.passed = passed
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits")
+
+
+def queued(passed: bool | None) -> tuple[Future[Any], Passed | None]:
+    """An update that has been queued; None: one that has already run, without an event."""
+    job: Future[Any] = Future()
+    event = None if passed is None else Passed(passed)
+    job.set_result(event)
+    return job, event
+
+
+def gradient(values: int = 25) -> tuple[torch.Tensor, weakref.ref[Any]]:
+    memory = np.zeros(values, dtype=np.float32)
+    return torch.from_numpy(memory), weakref.ref(memory)
+
+
+def test_the_oldest_go_behind_their_updates_and_the_host_waits_for_none() -> None:
+    device = Recorded()
+    held = HeldGradients(device)
+    memories, events = [], []
+    for _ in range(4):
+        held.make_room(100, 250)
+        tensor, memory = gradient()
+        job, event = queued(False)
+        held.add(job, tensor)
+        memories.append(memory)
+        events.append(event)
+        del tensor
+        assert held.size_bytes <= 250
+    assert device.waits == events[:2]
+    assert [memory() is None for memory in memories] == [True, True, False, False]
+    held.clear()
+    assert device.waits == events and held.size_bytes == 0
+    assert all(memory() is None for memory in memories)
+
+
+def test_what_has_been_read_goes_without_a_wait_of_a_stream_that_matters() -> None:
+    device = Recorded()
+    held = HeldGradients(device)
+    for passed in (True, None):
+        tensor, memory = gradient()
+        held.add(queued(passed)[0], tensor)
+        del tensor
+        held.make_room(0, 10**9)
+        assert memory() is None and held.size_bytes == 0
+
+
+def test_one_that_is_larger_than_the_limit_is_held_alone() -> None:
+    device = Recorded()
+    held = HeldGradients(device)
+    for values in (10, 1000, 10):
+        held.make_room(values * 4, 100)
+        assert held.size_bytes == 0 or held.size_bytes + values * 4 <= 100
+        held.add(queued(False)[0], gradient(values)[0])
+    assert held.size_bytes == 40
+
+
+def test_a_failed_update_lets_go_and_its_reader_gets_the_error() -> None:
+    held = HeldGradients(Recorded())
+    job: Future[Any] = Future()
+    job.set_exception(RuntimeError("no"))
+    tensor, memory = gradient()
+    held.add(job, tensor)
+    del tensor, job
+    held.clear()
+    assert memory() is None
+
+
+def test_a_backward_goes_on_while_updates_are_late() -> None:
+    """An update that hangs holds nobody up but the stream, until something reads its parameter."""
+    device = Recorded()
+    copies = CopyEngine(device, max_inflight_bytes=4096)
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(4)]
+    optimizer = OffloadAdamW(params, mode="gpu", device=device, copies=copies)
+    optimizer.build()
+    gate = threading.Event()
+    work = optimizer._updates.storage.device_work()
+    device.launch(work.stream, lambda: gate.wait(20) and None)
+    begun = time.monotonic()
+    for param in params:
+        param.grad = torch.ones_like(param)
+        optimizer._on_gradient(param)
+    assert time.monotonic() - begun < 10
+    assert len(device.waits) >= 3  # all but the last
+    gate.set()
+    optimizer.step()
+    optimizer.synchronize()
