@@ -77,14 +77,30 @@ def test_gradients_that_wait_take_room_beside_their_state() -> None:
         "hhhh",  # one alone would only slow the others down
         "hhzz",
         "hhzz",
-        "hhhr",
+        "hzzz",
     ]
-    assert places(2 * 1200) == "hhrr"
+    assert [places(room) for room in (2 * 1200, 3 * 1200)] == ["rzzz", "rrzz"]
     assert places(4 * 1200) == "rrrr"
     for room in range(0, 5000, 37):
         found = split(waiting, slow_host, room * MILLION)
         taken = sum(p.device_bytes(at) for p, at in zip(waiting, found.places, strict=True))
         assert taken <= room * MILLION
+
+
+def test_room_is_left_to_gradients_where_updates_over_the_link_save_time() -> None:
+    """1.5 G values, room for 1.1 G with gradients: beside 0.4 G on the host the link idles."""
+    waiting = [replace(piece, waits=True) for piece in pieces(*[10] * 150)]
+    rates = Rates(host=2.4e9, link=45e9)
+    room = 1100 * 12 * MILLION
+    found = split(waiting, rates, room)
+    assert min(found.places.count("resident"), found.places.count("zero_copy")) > 10
+    all_to_the_host = 400 * MILLION / rates.host
+    assert found.seconds < 0.75 * all_to_the_host
+    taken = sum(p.device_bytes(at) for p, at in zip(waiting, found.places, strict=True))
+    assert taken <= room
+    # Where none wait, state alone is worth the room.
+    eager = split(pieces(*[10] * 150), rates, 1100 * 8 * MILLION)
+    assert eager.places.count("resident") == 110
 
 
 @pytest.mark.parametrize(

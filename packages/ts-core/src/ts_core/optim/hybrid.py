@@ -28,6 +28,8 @@ HOST_BESIDE_LINK = 0.65
 LINK_BESIDE_HOST = 0.85
 _BALANCED = 0.1
 _SHARES = 50
+# Shares of the room that are tried for gradients which wait for updates over the link.
+_LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def split(
 
     As much state as fits is resident, the largest buckets first (their gradient comes last, and
     they would take longest). Of the rest a share goes to host threads, spread through the stack so
-    that both sides have work all the time.
+    that both sides have work all the time. Where gradients wait on the device for updates over the
+    link, some room may be better left to those than to state.
 
     Args:
         pieces: the buckets, in order of the groups.
@@ -104,6 +107,17 @@ def split(
     Returns:
         The split with the least time.
     """
+    shares = _LEFT_TO_GRADIENTS if any(piece.waits for piece in pieces) else (0.0,)
+    found = [_filled(pieces, rates, room_bytes, left, host_factor) for left in shares]
+    return min(found, key=lambda split: split.seconds)
+
+
+def _filled(
+    pieces: Sequence[Piece], rates: Rates, room_bytes: int, left: float, host_factor: float
+) -> Split:
+    """The best split that leaves this share of the room to gradients of updates over the link."""
+    for_gradients = int(left * room_bytes)
+    room_bytes -= for_gradients
     places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
         size = pieces[index].device_bytes("resident")
@@ -114,6 +128,7 @@ def split(
         _with_host_share(pieces, places, share / _SHARES, rates, host_factor)
         for share in range(_SHARES + 1)
     ]
+    room_bytes += for_gradients
     fitting = [found for found in candidates if _linked_bytes(pieces, found) <= room_bytes]
     return min(fitting or candidates[-1:], key=lambda found: found.seconds)
 
