@@ -142,8 +142,6 @@ def _environment(site: Path) -> dict[str, str]:
         "TS_BENCH_DEEPSPEED": str(site / "deepspeed"),
         "TS_BENCH_TRAINSTREAM_041": str(site / "trainstream-0.4.1"),
         "TS_BENCH_CHECKPOINTS": str(site / "checkpoints"),
-        # As Unsloth sets it for itself: without, pieces of freed memory lie idle under a cap.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_OFFLINE": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_COMPILE_LOCATION": str(site / "unsloth_compiled_cache"),

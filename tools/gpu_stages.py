@@ -22,6 +22,8 @@ from gpu_work import ROOT, Runner, tail
 
 MOST_TOLD = 22
 OLD = "trainstream-0.4.1"
+# For every engine, as Unsloth does for itself: else pieces of freed memory lie idle under a cap.
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass
@@ -162,7 +164,7 @@ def suite(name: str) -> Callable[[Context, float], tuple[str, str]]:
         command += ["--out", str(context.out / "records.jsonl"), "--time-limit", f"{seconds:.0f}"]
         command += ["--tiny", "--threads", "1"] if context.args.tiny else []
         command += shlex.split(context.args.suite_args)
-        status, output = context.runner.run(command, limit_s)
+        status, output = context.runner.run(command, limit_s, GROWING)
         begin = output.find("\n## ")
         return status, tail(output[begin + 1 :] if begin >= 0 else output, 45, 170)
 
