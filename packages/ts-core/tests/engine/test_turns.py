@@ -14,7 +14,7 @@ from ts_core import StreamedModel, wrap
 from ts_core.device import resolve_device
 from ts_core.engine.turns import Turns
 from ts_core.errors import StateError
-from ts_core.optim import adamw, read_guard
+from ts_core.optim import read_guard, shown
 from ts_core.testing import inject_delays
 
 WIDTH, STEPS = 24, 6
@@ -138,7 +138,7 @@ def test_inference_beside_training_changes_nothing(options: dict[str, Any], part
 def test_also_where_compiled_code_keeps_parameters_from_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (read_guard, adamw):
+    for module in (read_guard, shown):
         monkeypatch.setattr(module, "compiled_code_in_use", lambda: True)
     for part in (False, True):
         check_beside_training("host", part)

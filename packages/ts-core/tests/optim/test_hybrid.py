@@ -354,18 +354,3 @@ def test_a_group_without_gradients_yet_may_be_there_when_state_is_split() -> Non
     steps(1)
     optimizer.synchronize()
     assert torch.equal(late, torch.ones_like(late)) and torch.equal(other, torch.ones_like(other))
-
-
-def test_updates_that_are_done_are_not_kept() -> None:
-    """Those that step() queues, too, to which no backward waits for room."""
-    device = Roomy()
-    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(3)]
-    optimizer = OffloadAdamW(
-        params, mode="gpu", eager=False, device=device, copies=CopyEngine(device)
-    )
-    for _ in range(8):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        optimizer.synchronize()
-    assert len(optimizer._updates.pipeline._queued) <= len(params)
