@@ -122,3 +122,86 @@ def test_copies_stay_once_a_block_has_run_twice_in_a_forward() -> None:
         ours.zero_grad()
         del loss
     assert alive == 2 * DEPTH
+
+
+class Outside(nn.Module):
+    """The same stack between two layers; the last one's weight may be a block's own."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.stack = Model()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        if tied:
+            self.last.weight = self.stack.layers[1].second.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.stack.layers:
+            x = layer(x)
+        return self.last(x).float().square().mean()
+
+
+def gradients(
+    model: nn.Module, calls: int = 1, cache: bool = True
+) -> dict[str, list[torch.Tensor]]:
+    """Of each of three steps, by name."""
+    found: dict[str, list[torch.Tensor]] = {}
+    handles = [
+        parameter.register_hook(lambda grad, name=name: found.setdefault(name, []).append(grad))
+        for name, parameter in model.named_parameters()
+    ]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            batches = torch.randn(calls, 40, WIDTH, generator=generator)
+            sum(model(x) for x in batches).backward()  # type: ignore[union-attr]
+        model.zero_grad()
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def recomputing(model: nn.Module, recompute: Any) -> nn.Module:
+    """lr 0: values stay, though updates start in backward."""
+    ours = copy.deepcopy(model)
+    ours, _ = wrap(
+        ours,
+        lr=0.0,
+        device="host",
+        blocks=list(ours.stack.layers),
+        recompute=recompute,
+        activation_offload=False,
+    )
+    return ours
+
+
+def equal(a: dict[str, list[torch.Tensor]], b: dict[str, list[torch.Tensor]]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x, y) for name in a for x, y in zip(a[name], b[name], strict=True)
+    )
+
+
+@pytest.mark.parametrize("recompute", [True, [0, 1]])
+def test_copies_of_weights_shared_with_the_rest_of_the_model_stay(recompute: Any) -> None:
+    torch.manual_seed(0)
+    model = Outside(tied=True)
+    expected = gradients(model)
+    assert not equal(expected, gradients(model, cache=False))
+    assert equal(gradients(recomputing(model, recompute)), expected)
+
+
+def test_uses_before_and_after_a_block_have_copies_of_their_own() -> None:
+    """As docs/options.md says of `recompute`: two forwards for one loss; without a cache all is as
+    in plain training."""
+    torch.manual_seed(0)
+    model = Outside(tied=False)
+    assert equal(gradients(recomputing(model, True)), gradients(model))
+    cached, apart = gradients(model, 2), gradients(model, 2, cache=False)
+    assert not equal(cached, apart)
+    assert equal(gradients(recomputing(model, True), 2, cache=False), apart)
+    ours = gradients(recomputing(model, True), 2)
+    assert not equal(ours, cached)
+    for name in ours:
+        for a, b in zip(ours[name], apart[name], strict=True):
+            assert torch.allclose(a, b, rtol=0.02, atol=1e-2 * float(b.abs().max())), name

@@ -12,6 +12,7 @@ from ts_core.config import check_option
 from ts_core.device import Device, resolve_device
 from ts_core.engine.activation_options import ActivationOptions, check_activation_options
 from ts_core.engine.activations import Activations
+from ts_core.engine.casts import Casts
 from ts_core.engine.runner import BlockRunner
 from ts_core.engine.session import ATTRIBUTE, EventLog
 from ts_core.errors import OptionError, StateError
@@ -24,7 +25,7 @@ class ActivationOffloader:
     """Keeps, pages or recomputes the activations of a model's blocks.
 
     Weights, gradients and the optimizer are left alone: train as before. Results are those of
-    training without it, bit for bit.
+    training without it, bit for bit (under autocast see `recompute` in docs/options.md).
 
     Args:
         model: the model; its forward begins a pass.
@@ -100,7 +101,7 @@ class ActivationOffloader:
             ),
             self._log,
         )
-        self._runner = BlockRunner(stack, None, self._activations)
+        self._runner = BlockRunner(stack, None, self._activations, casts=Casts(stack, model))
         runner = self._runner
 
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:

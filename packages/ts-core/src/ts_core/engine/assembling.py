@@ -12,6 +12,7 @@ from ts_core.engine.activation_options import activation_options
 from ts_core.engine.activations import Activations
 from ts_core.engine.adapting import PlacementAdapter
 from ts_core.engine.attention import AttentionChoice
+from ts_core.engine.casts import Casts
 from ts_core.engine.experts import ExpertPaging, StackedExperts, parameters_of
 from ts_core.engine.experts_store import run_stored
 from ts_core.engine.hosting import build_images
@@ -63,6 +64,7 @@ def assemble(
         session.activations = Activations(blocks, session.copies, options, log)
     session.attention = AttentionChoice(session.config.attention, session.device, log)
     session.attention.install(model, blocks)  # inside what is computed again
+    session.casts = Casts(blocks, model)
     session.hook_blocks()
     session.optimizer = made = session_optimizer(model, optimizer, session)
     start_optimizer(session)

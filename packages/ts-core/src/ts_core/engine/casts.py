@@ -8,26 +8,32 @@ is a second copy of the model, beside blocks whose activations are not even kept
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from ts_core.engine.blocks import shared_parameters
+
 
 class Casts:
     """Lets go of the copies when a block has been computed.
 
-    Where several blocks, or several calls of one, use a weight, its copy stays: the gradients of
-    its uses are then summed in low precision, as without this, and not one by one in high.
+    Where several blocks, a block and the rest of the model, or several calls of a block use a
+    weight, its copy stays: the gradients of its uses are then summed in low precision, as without
+    this, and not one by one in high. Other weights that are used before a block and after it, in
+    one context (two forwards of the model for one loss), have a copy for each use.
 
     Args:
         blocks: the stack.
+        model: that it is part of.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        uses = Counter(id(p) for block in blocks for p in {*block.parameters()} if p.requires_grad)
-        self._once = all(count == 1 for count in uses.values())
+    def __init__(self, blocks: Sequence[nn.Module], model: nn.Module | None = None) -> None:
+        whole = nn.Module() if model is None else model
+        shared = shared_parameters(whole, blocks)
+        trained = (p for block in blocks for p in block.parameters() if p.requires_grad)
+        self._once = not any(id(parameter) in shared for parameter in trained)
         self._called: set[int] = set()
 
     def new_pass(self) -> None:

@@ -39,6 +39,7 @@ class BlockRunner:
         activations: decides where activations are; None leaves them alone.
         replay: replays blocks that were recorded; None never does.
         turns: whose pass it is; None makes them for these blocks alone.
+        casts: lets go of autocast's copies; None makes it for these blocks alone.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class BlockRunner:
         activations: Activations | None = None,
         replay: BlockReplay | None = None,
         turns: Turns | None = None,
+        casts: Casts | None = None,
     ) -> None:
         self._pager = pager
         self._activations = activations
@@ -57,7 +59,7 @@ class BlockRunner:
         self._removed = False
         self._blocks = [weakref.ref(block) for block in blocks]
         self._turns = turns
-        self._casts = Casts(blocks)
+        self._casts = casts or Casts(blocks)
         self._replace_forwards()
         if pager is not None:
             self._turns = turns or Turns(pager.copies.device)

@@ -18,6 +18,7 @@ from ts_core.device import Device
 from ts_core.engine import residence
 from ts_core.engine.activations import Activations
 from ts_core.engine.attention import AttentionChoice
+from ts_core.engine.casts import Casts
 from ts_core.engine.experts import ExpertPaging
 from ts_core.engine.experts_stored import StoredExperts
 from ts_core.engine.no_copies import NO_COPY, NoCopies
@@ -103,6 +104,7 @@ class TrainStreamSession:
         self.adapter: PlacementAdapter | None = None
         self.resident_reservation: Reservation | None = None
         self.turns = Turns(device)
+        self.casts: Casts | None = None  # outlives a runner, with what it has seen
         self._handles: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
         self._no_copies: NoCopies | None = None
@@ -140,7 +142,7 @@ class TrainStreamSession:
             self.runner = None
         if self.pager is not None or self.activations is not None:
             self.runner = BlockRunner(
-                self.blocks, self.pager, self.activations, self.replay, self.turns
+                self.blocks, self.pager, self.activations, self.replay, self.turns, self.casts
             )
 
     def hook_model(self, model: nn.Module) -> None:
