@@ -14,7 +14,7 @@ from ts_core.device import limits as limits_module
 from ts_core.device.limits import MemoryLimits, end_with
 from ts_core.engine import wrapping
 from ts_core.errors import OutOfBudgetError
-from ts_core.testing import tiny_model
+from ts_core.testing import tiny_model, train
 
 TOTAL = 1000
 
@@ -168,6 +168,17 @@ def test_what_a_gpu_offers(gpu: FakeGPU) -> None:
     assert device.usable_bytes() == gpu.share.allowed == 250
 
 
+def test_everyone_knows_of_resets_of_a_gpus_peak(
+    gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else streams a model on it measures steps by the same peak."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    mine, others, elsewhere = CudaDevice(0), CudaDevice(0), CudaDevice(1)
+    before, apart = mine.peaks, elsewhere.peaks
+    others.reset_peak()
+    assert mine.peaks == others.peaks == before + 1 and elsewhere.peaks == apart
+
+
 def test_what_recorded_graphs_keep_is_not_offered(gpu: FakeGPU) -> None:
     gpu.segments = [segment(200, 100, (0, 0)), segment(90, 90, (0, 3))]
     assert CudaDevice(None).usable_bytes() == 1000 and gpu.emptied == 0
@@ -231,17 +242,27 @@ def test_a_session_that_is_gone_does_not_end_a_later_limit(device: HostDevice) -
     unwrap(second)
 
 
-@pytest.mark.parametrize("where", ["_take_workspaces", "serve_stored", "with_rates", "_assemble"])
+@pytest.mark.parametrize(
+    "where", ["_take_workspaces", "serve_stored", "with_rates", "assemble", "apply_patches"]
+)
 def test_a_wrap_that_fails_leaves_no_limit(
     where: str, device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor a model that is wrapped."""
+
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError(f"{where} failed")
 
-    monkeypatch.setattr(wrapping, where, fail)
-    with pytest.raises(RuntimeError, match=f"{where} failed"):
-        wrap(tiny_model(), lr=1e-2, vram_limit="1GiB", param_offload=True, **HOST)
-    assert device.pool.limit is None
+    model = tiny_model(full=True)
+    with pytest.raises(RuntimeError, match=f"{where} failed"), monkeypatch.context() as patched:
+        patched.setattr(wrapping, where, fail)
+        wrap(model, lr=1e-2, vram_limit="1GiB", param_offload=True, **HOST)
+    assert device.pool.limit is None and device.pool.used == 0
+    plain = tiny_model(full=True)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, plain)]
+    assert train(model, optimizers[0], 2).differences(train(plain, optimizers[1], 2)) == []
+    model.zero_grad()
+    wrap(model, lr=1e-2, vram_limit="1GiB", param_offload=True, **HOST)
 
 
 def test_a_wrap_that_is_refused_leaves_no_limit(device: HostDevice) -> None:

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from ts_core.config import WrapOptions
+from ts_core.device import HostDevice
 from ts_core.engine import patches
 
 
@@ -55,3 +57,23 @@ def test_what_the_user_says_is_not_auto(monkeypatch: pytest.MonkeyPatch) -> None
     config = WrapOptions.from_keywords({"kernels": False, "fused_lora": True})
     assert patches.patches_chosen(config, True, device, said.append) == [] and not said
     assert patches.patches_asked_for(config) == ["patch_lora"]
+
+
+def test_where_one_plug_in_raises_none_stays() -> None:
+    undone: list[str] = []
+
+    def put(blocks: Any, **_: Any) -> Any:
+        return SimpleNamespace(undo=lambda: undone.append("blocks"))
+
+    def fail(model: Any, **_: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    both = [
+        SimpleNamespace(name="patch_blocks", fn=put),
+        SimpleNamespace(name="patch_lora", fn=fail),
+    ]
+    model, device = nn.Module(), HostDevice()
+    with pytest.raises(RuntimeError, match="no memory"):
+        patches.apply_patches(both, model, [], device, print)
+    assert undone == ["blocks"]
+    assert len(patches.apply_patches(both[:1], model, [], device, print)) == 1

@@ -53,7 +53,7 @@ class Device(ABC):
             resident tensors must be moved there.
         pool: ledger of the device memory that streaming holds (resident blocks and slots); its
             limit is enforced on the host device.
-        peaks: how many times `reset_peak` was called.
+        peaks: how many times `reset_peak` was called, for this memory.
     """
 
     kind: str

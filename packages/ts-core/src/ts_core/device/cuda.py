@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -76,6 +77,9 @@ class _Bytes:
             "strides": None,
             "version": 2,
         }
+
+
+_PEAKS: Counter[int] = Counter()  # resets by number of the GPU
 
 
 class CudaDevice(Device):
@@ -191,6 +195,15 @@ class CudaDevice(Device):
         else:
             self._limits.put(self._owner, limit_bytes)
         self._limit_bytes = limit_bytes
+
+    @property
+    def peaks(self) -> int:
+        """How many times the GPU's peak was reset by any of these: the process has one."""
+        return _PEAKS[self.index]
+
+    @peaks.setter
+    def peaks(self, count: int) -> None:
+        _PEAKS[self.index] = count
 
     def reset_peak(self) -> None:
         self.peaks += 1

@@ -60,11 +60,16 @@ def apply_patches(
     device: Device,
     say: Callable[[str], None],
 ) -> list[Any]:
-    """Put them into the model; returns handles with `undo()`."""
-    handles = []
-    for patch in patches:
-        if patch.name == "patch_blocks":
-            handles.append(patch.fn(blocks, on_event=say, device=device.torch_device))
-        else:
-            handles.append(patch.fn(model, on_event=say))
+    """Put them into the model; returns handles with `undo()`. Where one raises, none stays."""
+    handles: list[Any] = []
+    try:
+        for patch in patches:
+            if patch.name == "patch_blocks":
+                handles.append(patch.fn(blocks, on_event=say, device=device.torch_device))
+            else:
+                handles.append(patch.fn(model, on_event=say))
+    except BaseException:
+        for handle in reversed(handles):
+            handle.undo()
+        raise
     return handles

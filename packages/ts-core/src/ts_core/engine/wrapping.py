@@ -162,8 +162,12 @@ def _within(
         model, optimizer, blocks, device, config, log, quantized, moments, experts, loading
     )
     session: TrainStreamSession = getattr(model, ATTRIBUTE)
-    patches += patches_chosen(config, holds_stored(blocks), device, log)
-    session.patches = apply_patches(patches, model, blocks, device, log)
+    try:
+        patches += patches_chosen(config, holds_stored(blocks), device, log)
+        session.patches = apply_patches(patches, model, blocks, device, log)
+    except BaseException:
+        unwrap(model)
+        raise
     return model, wrapped
 
 
