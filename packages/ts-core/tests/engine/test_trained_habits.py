@@ -7,93 +7,29 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from ts_core import OffloadAdamW, unwrap, wrap
+from ts_core import unwrap, wrap
 from ts_core.errors import OptionError, StateError
 from ts_core.optim import read_guard
-from ts_core.store.leaves import Leaf
 from ts_core.testing import inject_delays
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.register_buffer("scale", torch.rand(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x))) * self.scale
-        return out
-
-
-class Stack(nn.Module):
-    def __init__(self, kind: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-Body = Callable[[Any, Any], Any]
-CLIP: dict[str, Any] = {"max_grad_norm": 1e9}  # the norm is needed, so updates start in step()
-
-
-WHERE = {"device": "host", "torch": "cpu"}
-
-
-def batch(rows: int = 4) -> torch.Tensor:
-    return torch.randn(rows, WIDTH).to(WHERE["torch"])
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> None:
-    for _ in range(count):
-        model(batch()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def streamed(make: Callable[[], nn.Module] = Stack, **options: Any) -> tuple[Any, OffloadAdamW]:
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    given = {"param_offload": True, "quantize": "none", "device": WHERE["device"], **options}
-    model, wrapped = wrap(model, optimizer, **given)
-    assert model._trainstream_session.homes
-    return model, wrapped
-
-
-def compare(body: Body, make: Callable[[], nn.Module] = Stack, **options: Any) -> None:
-    """Run `body` on a streamed model and on plain torch; trained values agree."""
-    results = []
-    for paged in (True, False):
-        torch.manual_seed(0)
-        if paged:
-            model, optimizer = streamed(make, **options)
-        else:
-            model = make().to(WHERE["torch"])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # type: ignore[assignment]
-        with inject_delays(3, max_ms=1.0):
-            result = body(model, optimizer)
-        results.append((model.state_dict(), result))
-    for name, value in results[0][0].items():
-        assert (value.cpu() - results[1][0][name].cpu()).abs().max() <= 2e-6, name
-    if results[0][1] is not None:
-        assert torch.allclose(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
+from ts_core.testing.trained import (
+    CLIP,
+    WHERE,
+    WIDTH,
+    Body,
+    Stack,
+    batch,
+    compare,
+    looped_body,
+    steps,
+    steps_body,
+    streamed,
+)
 
 
 def writes_body(model: Any, optimizer: Any) -> torch.Tensor:
@@ -248,127 +184,6 @@ def test_groups_schedules_and_parameters_without_a_gradient() -> None:
         results.append(model.state_dict())
     for name, value in results[0].items():
         assert (value - results[1][name]).abs().max() <= 2e-6, name
-
-
-def looped(model: Any) -> torch.Tensor:
-    x = batch()
-    for index in (0, 2, 1, 3, 0, 0):
-        x = model.layers[index](x)
-    out: torch.Tensor = model.head(x).square().mean()
-    return out
-
-
-def looped_body(model: Any, optimizer: Any) -> None:
-    for _ in range(4):
-        looped(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
-def test_blocks_called_several_times_and_out_of_order(options: dict[str, Any]) -> None:
-    compare(looped_body, **options)
-
-
-@pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
-def test_blocks_whose_gradients_come_in_parts(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU torch starts a new accumulator when a weight changes memory; so it does here."""
-    monkeypatch.setattr("ts_core.device.host.HostDevice.separate_memory", True)
-    proper = Leaf.set
-
-    def set_anew(self: Leaf, tensor: torch.Tensor) -> None:
-        if self.trained:
-            proper(self, tensor.double())  # another dtype: torch drops the accumulator
-        proper(self, tensor)
-
-    monkeypatch.setattr(Leaf, "set", set_anew)
-    parts: list[int] = []
-
-    def body(model: Any, optimizer: Any) -> None:
-        weight = model.layers[0].up.weight
-        weight.register_post_accumulate_grad_hook(lambda _: parts.append(1))
-        for _ in range(3):
-            for _ in range(2):
-                (looped(model) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    compare(body, accumulation_steps=2, **options)
-    assert len(parts) == 3 * 2 * 3 + 3 * 2  # three parts per backward when streamed, one in torch
-
-
-def test_a_block_that_is_in_the_stack_twice() -> None:
-    def make() -> nn.Module:
-        shared = Block()
-        model = Stack()
-        model.layers[1] = model.layers[3] = shared
-        return model
-
-    compare(steps_body, make)
-    compare(steps_body, make, **CLIP)
-
-
-def steps_body(model: Any, optimizer: Any) -> None:
-    steps(model, optimizer, 4)
-
-
-def test_weights_tied_across_blocks_and_with_the_head() -> None:
-    class Tied(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers[2].up.weight = self.layers[0].up.weight
-            self.out = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-            self.out.weight = self.layers[1].down.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(self.out(torch.cat([x, x], 1)))  # type: ignore[no-any-return]
-
-    compare(steps_body, Tied)
-    model, _ = streamed(Tied)
-    homed = {home.param for home in model._trainstream_session.homes}
-    assert model.layers[0].up.weight not in homed
-    assert model.layers[1].down.weight not in homed
-    assert model.layers[3].down.weight in homed
-
-
-class Wide(Block):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, inner)
-        self.down = nn.Linear(inner, WIDTH)
-
-
-def test_heterogeneous_blocks() -> None:
-    sizes = iter([8, 40, 16, 24] * 2)
-    compare(steps_body, lambda: Stack(lambda: Wide(next(sizes))))
-
-
-def test_a_weight_that_is_not_contiguous() -> None:
-    def make() -> nn.Module:
-        model = Stack()
-        for layer in model.layers:
-            layer.up.weight = nn.Parameter(layer.up.weight.detach().t().contiguous().t())
-        return model
-
-    compare(steps_body, make)
-
-
-def test_a_block_weight_used_outside_its_block() -> None:
-    def body(model: Any, optimizer: Any) -> None:
-        for _ in range(4):
-            x = batch()
-            for layer in model.layers:
-                x = layer(x)
-                x = x + torch.tanh(F.linear(x, layer.up.weight[:WIDTH]))
-            model.head(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    compare(body)
 
 
 def test_gradient_penalty() -> None:
