@@ -151,7 +151,7 @@ def start(
             param.requires_grad_(name not in frozen)
         options["loader"] = values.__getitem__
     monkeypatch.setattr("ts_core.engine.wrapping._device_for", lambda *_: device)
-    monkeypatch.setattr("ts_core.engine.planning.plan_options", no_reserve)
+    monkeypatch.setattr("ts_core.engine.codec_choice.plan_options", no_reserve)
     monkeypatch.setattr("ts_core.engine.wrapping.plan_options", no_reserve)
     trained = [p for p in model.parameters() if p.requires_grad]
     wrapped = wrap(

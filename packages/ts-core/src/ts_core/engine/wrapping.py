@@ -14,6 +14,7 @@ from ts_core.device import Device, resolve_device
 from ts_core.engine.activation_options import check_activation_options
 from ts_core.engine.assembling import assemble
 from ts_core.engine.blocks import find_blocks
+from ts_core.engine.codec_choice import choose_codec
 from ts_core.engine.experts import (
     StackedExperts,
     experts_to_page,
@@ -22,14 +23,12 @@ from ts_core.engine.experts import (
 )
 from ts_core.engine.meta_loading import MetaLoading, meta_tensors
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
-from ts_core.engine.placement import block_leaves, model_profile, move_resident
+from ts_core.engine.placement import block_leaves, move_resident
 from ts_core.engine.planning import (
-    choose_codec,
     choose_moments,
-    gradients_in_flight,
     machine_profile,
-    optimizer_mode,
     plan_options,
+    profile_under,
     with_rates,
 )
 from ts_core.engine.quantize import quantize_model
@@ -47,7 +46,6 @@ from ts_core.errors import StateError
 from ts_core.memory.arena import default_arena
 from ts_core.optim import OffloadAdamW
 from ts_core.optim.data_parallel import several_processes
-from ts_core.optim.moments import bytes_per_value
 from ts_core.transfer import CopyEngine
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -138,8 +136,7 @@ def _within(
     """The rest of wrap(), with the device's limit in force."""
     _take_workspaces(device, log)
     moments = choose_moments(model, optimizer, config, log, device)
-    in_flight = gradients_in_flight(optimizer, config)
-    codec = choose_codec(model, blocks, device, config, log, moments, in_flight, experts, optimizer)
+    codec = choose_codec(model, blocks, device, config, log, moments, experts, optimizer)
     options = quantize_options(config, codec, log)
     quantized: dict[str, Any] = {}
     if codec is not None:
@@ -203,16 +200,7 @@ def _start(
     loading: MetaLoading | None,
 ) -> tuple[ModelT, OffloadAdamW]:
     leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
-    in_flight = gradients_in_flight(optimizer, config)
-    by_threads = optimizer_mode(optimizer, config) == "cpu"
-    profile = model_profile(
-        model,
-        leaves,
-        bytes_per_value(moments),
-        in_flight,
-        by_threads,
-        config.max_inflight_bytes,
-    )
+    profile = profile_under(config, model, leaves, moments, optimizer)
     profile = without_experts(profile, experts)
     machine, asked = machine_profile(device, model, optimizer), plan_options(config)
     several = several_processes(config.distributed, config.optimizer_mode, config.eager)

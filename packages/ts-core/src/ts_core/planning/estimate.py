@@ -11,13 +11,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ts_core.config import WrapOptions
+from ts_core.engine.codec_choice import plan_codec, stored_estimate
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.engine.planning import (
     gradients_in_flight,
     norm_of,
-    plan_codec,
     plan_options,
-    stored_estimate,
 )
 from ts_core.engine.quantize import quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight
