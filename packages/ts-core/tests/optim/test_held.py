@@ -137,3 +137,49 @@ def test_a_backward_goes_on_while_updates_are_late() -> None:
     gate.set()
     optimizer.step()
     optimizer.synchronize()
+
+
+def test_a_forward_in_another_thread_may_let_go_meanwhile() -> None:
+    """While a backward looks at the oldest, that is."""
+    held = HeldGradients(Recorded())
+    others: list[threading.Thread] = []
+
+    class Meanwhile(Future[Any]):
+        def done(self) -> bool:
+            others.append(threading.Thread(target=held.clear))
+            others[-1].start()
+            others[-1].join(0.3)
+            return super().done()
+
+    job = Meanwhile()
+    job.set_result(None)
+    held.add(job, gradient()[0])
+    held.make_room(0, 10**9)
+    for other in others:
+        other.join()
+    assert others and held.size_bytes == 0
+
+
+def test_nothing_is_held_once_updates_wait_for_step() -> None:
+    """Clipping is switched on after eager steps, say, and no forward of a wrapped model comes."""
+
+    class Linked(HostDevice):
+        separate_memory = True
+
+    device = Linked()
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(2)]
+    optimizer = OffloadAdamW(params, mode="gpu", device=device, copies=CopyEngine(device))
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+            optimizer._on_gradient(param)
+        optimizer.step()
+
+    step()
+    held = optimizer._updates.pipeline._held
+    assert held is not None and held.size_bytes > 0
+    optimizer.max_grad_norm = 1.0
+    step()
+    assert held.size_bytes == 0
+    optimizer.synchronize()

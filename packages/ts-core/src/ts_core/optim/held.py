@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,24 +44,30 @@ class HeldGradients:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._held: deque[_Held] = deque()
+        self._lock = threading.Lock()  # a forward in one thread, a backward in another
         self.size_bytes = 0
 
     def make_room(self, size_bytes: int, limit_bytes: int) -> None:
         """Let go of what has been read, and of the oldest until so many bytes more may be held."""
-        while self._held and (self.size_bytes + size_bytes > limit_bytes or self._held[0].landed()):
-            self._let_go()
+        with self._lock:
+            while self._held and (
+                self.size_bytes + size_bytes > limit_bytes or self._held[0].landed()
+            ):
+                self._let_go()
 
     def add(self, job: Future[Event | None], gradients: torch.Tensor) -> None:
         """An update that reads `gradients` was queued by this thread, on whose compute stream they
         were made."""
         held = _Held(job, gradients, self._device.compute_stream())
-        self._held.append(held)
-        self.size_bytes += held.size_bytes
+        with self._lock:
+            self._held.append(held)
+            self.size_bytes += held.size_bytes
 
     def clear(self) -> None:
         """Let go of all."""
-        while self._held:
-            self._let_go()
+        with self._lock:
+            while self._held:
+                self._let_go()
 
     def _let_go(self) -> None:
         held = self._held.popleft()

@@ -271,6 +271,7 @@ class Updates:
     def _launch(self, active: Sequence[Bucket]) -> None:
         """Queue the updates in the order of the last forward, the reverse of the gradients'."""
         options = self.options
+        self.pipeline.let_go()  # what eager updates of steps before held
         verdict = None
         if options.needs_norm:
             verdict = self.pipeline.verdict(
