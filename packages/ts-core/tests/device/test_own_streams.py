@@ -48,17 +48,22 @@ def test_a_stream_has_one_owner_and_goes_to_a_later_one_of_its_role() -> None:
 
 
 @pytest.mark.gpu
-def test_streams_of_torch_never_come_again_among_them() -> None:
+def test_streams_of_torch_never_come_again_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has 32, and gives them out in turn."""
     theirs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     ours = [own_stream(GPU0) for _ in range(40)]
     assert len({stream.cuda_stream for stream in ours}) == 40
     assert theirs.isdisjoint(stream.cuda_stream for stream in ours)
-    freed = {stream.cuda_stream for stream in ours}
     ours.clear()
     gc.collect()
-    again = [own_stream(GPU0) for _ in range(40)]
-    assert {stream.cuda_stream for stream in again} == freed
+
+    def refuse(index: int) -> int:
+        raise AssertionError("a stream is made, though 40 are free")
+
+    monkeypatch.setattr(own_streams, "_create", refuse)
+    again = [own_stream(GPU0) for _ in range(40)]  # those, or what sessions before have left
+    assert len({stream.cuda_stream for stream in again}) == 40
+    assert theirs.isdisjoint(stream.cuda_stream for stream in again)
 
 
 @pytest.mark.gpu

@@ -287,7 +287,11 @@ assert kept_by_graphs(0) == 0, torch.cuda.memory_summary()
 def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     full: bool, options: dict[str, Any]
 ) -> None:
-    """Twelve blocks of 106 MB, within 1.2 GiB (some stream) or, all trained, within 2.3 GiB."""
+    """Twelve blocks of 106 MB, within 1.2 GiB (some stream) or, all trained, within 2.3 GiB.
+
+    Of little memory torch's allocator leaves much in pieces, so a fifth is left to it, and nothing
+    is recorded.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     model = tiny_model(12, 2304, full=full)
@@ -295,7 +299,14 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     before = torch.cuda.memory_reserved()
     limit = ((2300 if full else 1200) << 20) + before
     model, optimizer = wrap(
-        model, lr=1e-3, quantize="none", device="cuda", vram_limit=limit, **options
+        model,
+        lr=1e-3,
+        quantize="none",
+        device="cuda",
+        vram_limit=limit,
+        vram_headroom=0.2,
+        cuda_graphs=False,
+        **options,
     )
     expected: list[int | None] = []
     for step in range(24):
@@ -308,9 +319,8 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
         optimizer.zero_grad()
         expected.append(memory_report(model)["plan"]["expected"])
     report = memory_report(model)
-    hidden = report["replay"]["pool_bytes"]
-    peak = torch.cuda.max_memory_allocated() + hidden
-    told = {name: report[name] for name in ("plan", "activations", "optimizer", "replay")}
+    peak = torch.cuda.max_memory_allocated()
+    told = {name: report[name] for name in ("plan", "activations", "optimizer")}
     unwrap(model)
     assert peak <= limit, told
     assert expected[-1] == pytest.approx(peak, rel=0.10), told
