@@ -269,3 +269,45 @@ def both(
         return trainers
 
     return run
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
+    from ts_hf.cli import run
+
+    monkeypatch.setattr(run, "write_page", lambda *args: None)
+
+
+@pytest.fixture
+def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., Any]:
+    """settings(**changes): a run of six steps on a few texts, layers streaming under a limit."""
+    from ts_hf.cli.settings import FinetuneConfig
+
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(30):
+        (texts / f"{index}.txt").write_text(f"the quick brown fox {index} jumps over it. " * 12)
+
+    def make(**changes: Any) -> Any:
+        values: dict[str, Any] = {
+            "model": str(tiny_llm),
+            "data": (str(texts),),
+            "output": str(tmp_path / "out"),
+            "quantize": codec,
+            "block_limit": "60KiB",
+            "seq_length": 32,
+            "batch_size": 2,
+            "accumulation": 2,
+            "steps": 6,
+            "lr": 1e-2,
+            "eval_rows": 4,
+            "save_every": 2,
+            "device": "cpu",
+            "dtype": "float32",
+            "lora_dropout": 0.1,
+            "sample_tokens": 3,
+        }
+        return FinetuneConfig(**{**values, **changes})
+
+    return make

@@ -22,12 +22,7 @@ from ts_hf.cli.run import run_finetune
 from ts_hf.cli.settings import FinetuneConfig
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
-    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 @pytest.fixture

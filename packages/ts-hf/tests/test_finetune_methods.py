@@ -18,18 +18,13 @@ from safetensors.torch import load_file
 from ts_core.errors import DataError, OptionError
 from ts_hf.cli import model as model_module
 from ts_hf.cli import preference
-from ts_hf.cli import run as run_module
 from ts_hf.cli.dataset import planned_steps
 from ts_hf.cli.run import INTERRUPTED, run_finetune
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.testing.runs import lines_of, run
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
-    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 @pytest.fixture
@@ -69,15 +64,9 @@ def begin(tiny_llm: Path, tmp_path: Path) -> Callable[..., FinetuneConfig]:
 
 
 def _run(config: FinetuneConfig) -> str:
-    text = io.StringIO()
-    assert run_finetune(config, Console(file=text, width=1000)) == 0, text.getvalue()
-    return text.getvalue()
-
-
-def _lines(config: FinetuneConfig, kind: str) -> list[dict[str, Any]]:
-    text = (Path(config.output) / "history.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    status, text = run(config)
+    assert status == 0, text
+    return text
 
 
 PAIRS = [{"prompt": f"number {i}: ", "chosen": "good good", "rejected": "bad"} for i in range(40)]
@@ -87,14 +76,14 @@ def test_dpo(begin: Callable[..., FinetuneConfig], kernel: None) -> None:
     config = begin(PAIRS, method="dpo", accumulation=2, dpo_beta=0.5, block_limit="200KiB")
     printed = _run(config)
     assert re.search(r"log-probabilities of \d+ pairs under the model as it is", printed)
-    before, after = _lines(config, "eval")
+    before, after = lines_of(config, "eval")
     assert before["loss"] == pytest.approx(math.log(2)) and before["reward_margin"] == 0
     assert after["loss"] < before["loss"] - 0.05
     assert after["reward_accuracy"] == 1.0 and after["reward_margin"] > 0.1
     results = json.loads((Path(config.output) / "results.json").read_text())
     assert results["held_out_rewards"]["after"]["reward_margin"] == after["reward_margin"]
     assert "100% of pairs" in printed and "perplexity" not in printed
-    steps = _lines(config, "step")
+    steps = lines_of(config, "step")
     assert steps[0]["loss"] == pytest.approx(math.log(2))
     assert steps[-1]["reward_accuracy"] == 1.0
     # prompt, and "good good" or "bad" with the end: bytes, of the four pairs of a step
@@ -135,7 +124,7 @@ def test_dpo_loss_is_that_of_the_definition(
             margin = 0.5 * (ratio[0] - ratio[1])
             good = torch.nn.functional.logsigmoid(margin)
             losses.append(-0.9 * good - 0.1 * torch.nn.functional.logsigmoid(-margin))
-    after = _lines(config, "eval")[-1]["loss"]
+    after = lines_of(config, "eval")[-1]["loss"]
     assert after == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
 
 
@@ -167,8 +156,8 @@ def test_dpo_goes_on_with_the_same_reference(
         load_file(Path(c.output) / "adapter" / "adapter_model.safetensors") for c in (whole, config)
     )
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-    assert [line["loss"] for line in _lines(whole, "step")] == [
-        line["loss"] for line in _lines(config, "step")
+    assert [line["loss"] for line in lines_of(whole, "step")] == [
+        line["loss"] for line in lines_of(config, "step")
     ]
 
 
@@ -195,11 +184,11 @@ def test_conversations_and_only_the_assistant(begin: Callable[..., FinetuneConfi
     _run(everything)
     config = begin(CHATS, assistant_only=True, output=f"{everything.output}-2")
     _run(config)
-    sample = _lines(config, "sample")[0]
+    sample = lines_of(config, "sample")[0]
     assert sample["prompt"].startswith("user: say ") and sample["prompt"].endswith("assistant: ")
     # The first step's loss is over other tokens; the rows are the same.
-    assert _lines(config, "step")[0]["loss"] != _lines(everything, "step")[0]["loss"]
-    assert _lines(config, "step")[0]["tokens"] == _lines(everything, "step")[0]["tokens"]
+    assert lines_of(config, "step")[0]["loss"] != lines_of(everything, "step")[0]["loss"]
+    assert lines_of(config, "step")[0]["tokens"] == lines_of(everything, "step")[0]["tokens"]
 
 
 def test_packing_trains_the_same_tokens_in_fewer_rows(
@@ -214,19 +203,19 @@ def test_packing_trains_the_same_tokens_in_fewer_rows(
     )
     _run(plain)
     assert "packing: 8 records in 4 rows" in _run(packed)
-    one, other = _lines(plain, "step")[0], _lines(packed, "step")[0]
+    one, other = lines_of(plain, "step")[0], lines_of(packed, "step")[0]
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     assert one["tokens"] == other["tokens"]
-    assert [line["loss"] for line in _lines(plain, "eval")] == pytest.approx(
-        [line["loss"] for line in _lines(packed, "eval")], rel=1e-5
+    assert [line["loss"] for line in lines_of(plain, "eval")] == pytest.approx(
+        [line["loss"] for line in lines_of(packed, "eval")], rel=1e-5
     )
 
 
 def test_epochs_decide_the_steps(begin: Callable[..., FinetuneConfig]) -> None:
     config = begin(CHATS[:10], held_out=begin(CHATS[:10]).data[0], epochs=1.5, batch_size=4)
     _run(config)
-    assert [line["step"] for line in _lines(config, "step")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines_of(config, "step")] == [1, 2, 3, 4]
     assert planned_steps(FinetuneConfig(epochs=1.0, batch_size=4), 8) == 2
     assert planned_steps(FinetuneConfig(epochs=0.01, batch_size=4), 8) == 1
     assert planned_steps(FinetuneConfig(steps=7), 8) == 7
@@ -235,11 +224,11 @@ def test_epochs_decide_the_steps(begin: Callable[..., FinetuneConfig]) -> None:
 def test_evaluation_on_the_way_and_given_prompts(begin: Callable[..., FinetuneConfig]) -> None:
     config = begin(CHATS, eval_every=2, prompts=("hello",))
     printed = _run(config)
-    evals = _lines(config, "eval")
+    evals = lines_of(config, "eval")
     assert [line["step"] for line in evals] == [0, 2, 4]
     results = json.loads((Path(config.output) / "results.json").read_text())
     assert results["held_out_loss"] == {"before": evals[0]["loss"], "after": evals[2]["loss"]}
-    assert [line["prompt"] for line in _lines(config, "sample")] == [
+    assert [line["prompt"] for line in lines_of(config, "sample")] == [
         "user: hello<end>assistant: "
     ] * 2
     assert printed.count("sample before:") == printed.count("sample after:") == 1
@@ -310,8 +299,8 @@ def test_on_a_gpu(method: str, begin: Callable[..., FinetuneConfig], kernel: Non
     results = json.loads((Path(config.output) / "results.json").read_text())
     assert results["device"] == "cuda"
     assert results["held_out_loss"]["after"] < results["held_out_loss"]["before"]
-    assert len(_lines(config, "sample")) == 2
-    assert all(line["ts_vram_peak_gb"] > 0 for line in _lines(config, "step"))
+    assert len(lines_of(config, "sample")) == 2
+    assert all(line["ts_vram_peak_gb"] > 0 for line in lines_of(config, "step"))
 
 
 def test_merges_that_cannot_be(begin: Callable[..., FinetuneConfig]) -> None:

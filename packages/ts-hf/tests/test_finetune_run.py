@@ -1,24 +1,18 @@
-"""`trainstream finetune` end to end on a tiny model: results, interruption, kill -9, refusals."""
+"""`trainstream finetune` end to end on a tiny model: results, ways to train, refusals."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from ts_core.errors import (
     DataError,
@@ -26,109 +20,20 @@ from ts_core.errors import (
     OutOfBudgetError,
     StateError,
 )
-from ts_hf.cli import run as run_module
 from ts_hf.cli.machine import pick_device, pick_dtype
-from ts_hf.cli.run import INTERRUPTED, run_finetune
+from ts_hf.cli.run import run_finetune
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.testing.runs import adapter_of, lines_of, results_of, run
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the page takes longer than these runs; tests/test_finetune_page.py has it."""
-    monkeypatch.setattr(run_module, "write_page", lambda *args: None)
-
-
-@pytest.fixture
-def settings(tiny_llm: Path, tmp_path: Path, codec: str) -> Callable[..., FinetuneConfig]:
-    """settings(**changes): a run of six steps on a few texts, layers streaming under a limit."""
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for index in range(30):
-        (texts / f"{index}.txt").write_text(f"the quick brown fox {index} jumps over it. " * 12)
-
-    def make(**changes: Any) -> FinetuneConfig:
-        values: dict[str, Any] = {
-            "model": str(tiny_llm),
-            "data": (str(texts),),
-            "output": str(tmp_path / "out"),
-            "quantize": codec,
-            "block_limit": "60KiB",
-            "seq_length": 32,
-            "batch_size": 2,
-            "accumulation": 2,
-            "steps": 6,
-            "lr": 1e-2,
-            "eval_rows": 4,
-            "save_every": 2,
-            "device": "cpu",
-            "dtype": "float32",
-            "lora_dropout": 0.1,
-            "sample_tokens": 3,
-        }
-        return FinetuneConfig(**{**values, **changes})
-
-    return make
-
-
-def _run(config: FinetuneConfig) -> tuple[int, str]:
-    text = io.StringIO()
-    status = run_finetune(config, Console(file=text, width=1000))
-    return status, text.getvalue()
-
-
-def _results(config: FinetuneConfig) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(config.output) / "results.json").read_text())
-    return found
-
-
-def _lines(config: FinetuneConfig) -> list[dict[str, Any]]:
-    text = (Path(config.output) / "history.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def _steps(config: FinetuneConfig) -> list[int]:
-    return [line["step"] for line in _lines(config) if line["kind"] == "step"]
-
-
-def _adapter(config: FinetuneConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(config.output) / "adapter" / "adapter_model.safetensors")
-
-
-class _At(TrainerCallback):  # type: ignore[misc]
-    """Does something at the beginning of a step."""
-
-    def __init__(self, step: int, action: Callable[[], None]) -> None:
-        self.step, self.action = step, action
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step + 1 == self.step:
-            self.action()
-
-
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """at_step(n, action): run `action` at the beginning of step n of the next run."""
-
-    def install(step: int, action: Callable[[], None]) -> None:
-        original = run_module.make_trainer
-
-        def trainer(*args: Any) -> Any:
-            made = original(*args)
-            made.add_callback(_At(step, action))
-            return made
-
-        monkeypatch.setattr(run_module, "make_trainer", trainer)
-
-    return install
+pytestmark = pytest.mark.usefixtures("no_page")
 
 
 def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
     config = settings()
-    status, printed = _run(config)
+    status, printed = run(config)
     assert status == 0, printed
-    results = _results(config)
+    results = results_of(config)
     loss = results["held_out_loss"]
     assert loss["after"] < loss["before"] - 0.3
     memory = results["memory"]
@@ -139,7 +44,7 @@ def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
     assert results["steps"] == 6 and results["tokens_per_second"] > 0
     output = Path(config.output)
     assert (output / "loss_and_memory.png").read_bytes()[:4] == b"\x89PNG"
-    lines = _lines(config)
+    lines = lines_of(config)
     history = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in history] == [1, 2, 3, 4, 5, 6]
     assert all(line["loss"] > 0 and line["rss_gb"] > 0 for line in history)
@@ -171,9 +76,9 @@ def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
         assert words in printed
     assert not [p for p in output.iterdir() if p.name.startswith(".")]
     # Run again: it is finished, and says so without training.
-    status, printed = _run(config)
+    status, printed = run(config)
     assert status == 0 and "holds a finished run" in printed
-    assert _results(config) == results
+    assert results_of(config) == results
 
 
 def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
@@ -186,7 +91,7 @@ def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
     from ts_hf.cli.rows import prepare_rows, split_sources
 
     config = settings(quantize="none", block_limit=None)
-    assert _run(config)[0] == 0
+    assert run(config)[0] == 0
     tokenizer = AutoTokenizer.from_pretrained(tiny_llm)
     documents = split_sources(config.data, None, 0.1)[1]
     held_out = prepare_rows(documents, tokenizer, seq_length=32, wanted=4, share=32)
@@ -195,165 +100,12 @@ def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
     ids = torch.stack([row["input_ids"] for row in held_out.items])
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
-    assert loss == pytest.approx(_results(config)["held_out_loss"]["after"], rel=1e-5)
-
-
-def test_ctrl_c_then_the_same_command_again(
-    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
-) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-    whole = settings(output=settings().output + "-whole")
-    assert _run(whole)[0] == 0
-    config = settings()
-    at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    status, printed = _run(config)
-    assert status == INTERRUPTED
-    assert "finishing this step" in printed and "Run the same command again" in printed
-    assert "checkpoint-3" in printed
-    assert not (Path(config.output) / "results.json").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    status, printed = _run(config)  # the callback's step has passed
-    assert status == 0 and "continuing after step 3" in printed
-    assert _results(config)["held_out_loss"] == _results(whole)["held_out_loss"]
-    wanted, found = _adapter(whole), _adapter(config)
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-    assert _steps(config) == [1, 2, 3, 4, 5, 6]
-    kinds = [line["kind"] for line in _lines(config)]
-    assert kinds.count("session") == kinds.count("end") == 2
-
-
-def test_second_ctrl_c_stops_at_once(
-    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
-) -> None:
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    at_step(4, twice)
-    config = settings()
-    status, printed = _run(config)
-    assert status == INTERRUPTED
-    names = sorted(p.name for p in (Path(config.output) / "checkpoints").iterdir())
-    assert names == ["checkpoint-2"] and "checkpoint-2" in printed
-
-
-KILLED = """
-import os, signal, sys, json
-import torch
-torch.set_num_threads(1)
-from ts_hf.cli import run as module
-from ts_hf.cli.settings import FinetuneConfig
-from ts_hf.cli.progress import ProgressCallback
-
-original = ProgressCallback.on_step_begin
-
-def on_step_begin(self, args, state, control, **kwargs):
-    if state.global_step + 1 == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    original(self, args, state, control, **kwargs)
-
-ProgressCallback.on_step_begin = on_step_begin
-values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[1]).items()}
-module.run_finetune(FinetuneConfig(**values))
-"""
-
-
-def test_kill_9_then_the_same_command_again(settings: Callable[..., FinetuneConfig]) -> None:
-    config = settings()
-    values = json.dumps(dataclasses.asdict(config))
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, values], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == -9, done.stderr
-    assert "step 4/6" in done.stdout or (Path(config.output) / "checkpoints/checkpoint-4").is_dir()
-    status, printed = _run(config)
-    assert status == 0 and "continuing after step 4" in printed
-    whole = settings(output=config.output + "-whole")
-    assert _run(whole)[0] == 0
-    wanted, found = _adapter(whole), _adapter(config)
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-    assert _steps(config) == [1, 2, 3, 4, 5, 6]
-    assert [line["loss"] for line in _lines(config) if line["kind"] in ("step", "eval")] == [
-        line["loss"] for line in _lines(whole) if line["kind"] in ("step", "eval")
-    ]
-
-
-def test_killed_before_the_first_checkpoint(
-    settings: Callable[..., FinetuneConfig],
-    at_step: Callable[[int, Callable[[], None]], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The held-out loss is not measured again, and training still repeats itself."""
-
-    def dies() -> None:
-        raise KeyboardInterrupt
-
-    config = settings()
-    at_step(2, dies)
-    assert _run(config)[0] == INTERRUPTED
-    monkeypatch.undo()
-    status, printed = _run(config)
-    assert status == 0 and "held-out loss before" not in printed
-    whole = settings(output=config.output + "-whole")
-    assert _run(whole)[0] == 0
-    wanted, found = _adapter(whole), _adapter(config)
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
-
-
-def test_a_run_that_never_came_to_train_does_not_hold_the_folder(
-    settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*args: Any) -> None:
-        raise RuntimeError("no such luck")
-
-    config = settings(steps=1)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no such luck"):
-        patch.setattr(run_module, "generate", fails)
-        _run(config)
-    assert [line["kind"] for line in _lines(config)][-1] == "end"
-    assert _lines(config)[-1]["reason"] == "RuntimeError: no such luck"
-    changed = dataclasses.replace(config, lr=0.5)
-    assert _run(changed)[0] == 0
-    assert [line["kind"] for line in _lines(config)].count("session") == 1
-
-
-def test_killed_after_the_last_step(
-    settings: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything is trained, nothing is reported yet: the same command finishes it."""
-
-    def dies(self: Any, *args: Any) -> None:
-        raise KeyboardInterrupt
-
-    config = settings()
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module._Run, "_finish", dies)
-        assert _run(config)[0] == INTERRUPTED
-    status, printed = _run(config)
-    assert status == 0 and "continuing after step 6" in printed
-    whole = settings(output=config.output + "-whole")
-    _run(whole)
-    assert _results(config)["held_out_loss"] == _results(whole)["held_out_loss"]
-
-
-def test_changed_settings_are_refused_by_name(
-    settings: Callable[..., FinetuneConfig], at_step: Callable[..., None]
-) -> None:
-    at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    config = settings()
-    assert _run(config)[0] == INTERRUPTED
-    with pytest.raises(OptionError, match=r"other settings \(lora_rank: 8 -> 4, lr: 0.01 -> 0.5\)"):
-        _run(dataclasses.replace(config, lr=0.5, lora_rank=4))
-    texts = Path(config.data[0])
-    for file in texts.iterdir():
-        file.write_text("something else entirely. " * 40)
-    with pytest.raises(OptionError, match=r"data of the run .* has changed"):
-        _run(config)
+    assert loss == pytest.approx(results_of(config)["held_out_loss"]["after"], rel=1e-5)
 
 
 def test_full_fine_tune(settings: Callable[..., FinetuneConfig]) -> None:
     config = settings(method="full", block_limit=None, lr=1e-3)
-    status, printed = _run(config)
+    status, printed = run(config)
     assert status == 0, printed
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -372,8 +124,8 @@ def test_full_fine_tune_under_a_limit_gives_the_same(
     less = settings(
         method="full", block_limit="400KiB", lr=1e-3, steps=3, output=f"{plain.output}-2"
     )
-    assert _run(plain)[0] == _run(less)[0] == 0
-    memory = _results(less)["memory"]
+    assert run(plain)[0] == run(less)[0] == 0
+    memory = results_of(less)["memory"]
     assert 0 < len(memory["paged_blocks"]) < 6
     assert memory["device"]["peak_allocated"] <= 400 << 10 < memory["block_bytes"]
     wanted, found = (
@@ -385,20 +137,20 @@ def test_full_fine_tune_under_a_limit_gives_the_same(
 def test_gradient_checkpointing_gives_the_same(settings: Callable[..., FinetuneConfig]) -> None:
     plain = settings(lora_dropout=0.0)
     less = settings(lora_dropout=0.0, gradient_checkpointing=True, output=plain.output + "-2")
-    assert _run(plain)[0] == _run(less)[0] == 0
-    wanted, found = _adapter(plain), _adapter(less)
+    assert run(plain)[0] == run(less)[0] == 0
+    wanted, found = adapter_of(plain), adapter_of(less)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 def test_limit_too_small_for_a_layer(settings: Callable[..., FinetuneConfig]) -> None:
     with pytest.raises(OutOfBudgetError, match=r"block_limit=8.0 KiB is too small.*at least"):
-        _run(settings(block_limit="8KiB"))
+        run(settings(block_limit="8KiB"))
 
 
 def test_no_limit_streams_nothing(settings: Callable[..., FinetuneConfig]) -> None:
     config = settings(block_limit=None, steps=2)
-    assert _run(config)[0] == 0
-    assert _results(config)["memory"]["paged_blocks"] == []
+    assert run(config)[0] == 0
+    assert results_of(config)["memory"]["paged_blocks"] == []
 
 
 def test_progress_in_a_terminal(settings: Callable[..., FinetuneConfig]) -> None:
@@ -418,7 +170,7 @@ def test_several_processes_that_torchrun_did_not_start(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(OptionError, match=r"WORLD_SIZE=2 is set, but .*MASTER_PORT is not.*torchr"):
-        _run(settings())
+        run(settings())
 
 
 def test_second_run_in_the_same_folder_is_refused(
@@ -430,18 +182,18 @@ def test_second_run_in_the_same_folder_is_refused(
         FileLock(Path(config.output) / "run.lock"),
         pytest.raises(StateError, match="another process"),
     ):
-        _run(config)
+        run(config)
 
 
 def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"lora_targets=.*no_such_module"):
-        _run(settings(lora_targets=("no_such_module",)))
+        run(settings(lora_targets=("no_such_module",)))
     with pytest.raises(DataError, match="no folder"):
-        _run(settings(model="/no/such/model"))
+        run(settings(model="/no/such/model"))
     with pytest.raises(DataError, match="no file or folder '/no/such/data'"):
-        _run(settings(model="/no/such/model", data=("/no/such/data",)))  # before any loading
+        run(settings(model="/no/such/model", data=("/no/such/data",)))  # before any loading
     with pytest.raises(OptionError, match="more than the model's 2048 positions"):
-        _run(settings(seq_length=4096))
+        run(settings(seq_length=4096))
     tokenizer = Path(settings().model) / "tokenizer.json"
     content = tokenizer.read_text()
     tokenizer.write_text(content.replace('"q":', '"unused":').replace('"b":', '"q":'))
@@ -449,14 +201,14 @@ def test_bad_input(settings: Callable[..., FinetuneConfig], tmp_path: Path) -> N
     grown["model"]["vocab"]["b"] = 999
     tokenizer.write_text(json.dumps(grown))
     with pytest.raises(DataError, match="token 999, but the model knows"):
-        _run(settings())
+        run(settings())
     tokenizer.unlink()
     with pytest.raises(DataError, match="no tokenizer that transformers can load"):
-        _run(settings())
+        run(settings())
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "run.json").write_text("{")
     with pytest.raises(DataError, match=r"run\.json is damaged"):
-        _run(settings())
+        run(settings())
 
 
 def test_a_page_where_it_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,9 +253,9 @@ def test_device_and_dtype() -> None:
 @pytest.mark.gpu
 def test_a_whole_run_on_a_gpu(settings: Callable[..., FinetuneConfig]) -> None:
     config = settings(device="auto", dtype="auto")
-    status, printed = _run(config)
+    status, printed = run(config)
     assert status == 0, printed
-    results = _results(config)
+    results = results_of(config)
     assert (results["device"], results["dtype"]) == ("cuda", "bfloat16")
     assert results["held_out_loss"]["after"] < results["held_out_loss"]["before"] - 0.3
     assert 0 < len(results["memory"]["paged_blocks"]) < 6
