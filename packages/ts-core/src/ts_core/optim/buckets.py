@@ -195,6 +195,16 @@ class Bucket:
 
         return work
 
+    @torch.no_grad()
+    def measure_on_device(self, norm: torch.Tensor) -> bool:
+        """Fill `norm` (as for `close`) from closed gradients, where those wait on a device."""
+        assert self._sealed is not None
+        if not self.gradients_stay or not self._copies.device.separate_memory:
+            return False
+        each = self.layout.split(self._sealed.flat)
+        torch.stack(torch._foreach_norm(each, 2, torch.float64), out=norm)
+        return True
+
     def averaging(self, ranks: Ranks, measure: bool, threads: int) -> Callable[[], Measured]:
         """Work for a host thread: make the gradients their mean over `ranks`, and measure that."""
         assert self._sealed is not None

@@ -61,6 +61,16 @@ class UpdatePipeline:
         elif measure:
             self._measured[index] = self._host.submit(bucket.measuring(threads))
 
+    def measure_late(self, bucket: Bucket, index: int, step: int, threads: int) -> None:
+        """The norm is wanted only now: measure a closed bucket, if that has not been done."""
+        if index in self._measured or index in self._on_device:
+            return
+        part = None if self._parts is None else self._parts.part(step, index)
+        if part is not None and bucket.measure_on_device(part):
+            self._on_device.add(index)
+        else:
+            self._measured[index] = self._host.submit(bucket.measuring(threads))
+
     def average(self, bucket: Bucket, index: int, ranks: Ranks, options: StepOptions) -> None:
         """Queue the average of a closed bucket's gradients, and its measurement if wanted."""
         job = self._host.submit(bucket.averaging(ranks, options.needs_norm, options.threads))

@@ -66,7 +66,7 @@ class Updates:
         self._say = say
         self.arrivals = 0
         self._backwards = BackwardWatch()
-        self._warned_late = False
+        self._warned_late: set[str] = set()
         self._signature: tuple[tuple[int, int, int], ...] = ()
         self._group_by_id: dict[int, dict[str, Any]] = {}
         self._process = os.getpid()
@@ -243,13 +243,15 @@ class Updates:
             if not self.buckets[index].closed:
                 self._close(index)
         buckets = [self.buckets[index] for index in active]
+        waiting = [index for index in active if self.buckets[index].used is None]
         if self.ranks is not None:
             for index in active:  # in this order on every process
                 self.pipeline.average(self.buckets[index], index, self.ranks, self.options)
-        if self.options.eager:
-            self._check_unchanged(buckets)
-        else:
-            self._launch(buckets)
+        if len(waiting) < len(active):  # options may have been changed since the backward
+            self._check_unchanged([bucket for bucket in buckets if bucket.used is not None])
+        if not self.options.eager:
+            self.pipeline.let_go()  # what eager updates of steps before held
+        self._launch(waiting, self.options.needs_norm and len(waiting) == len(active))
         for bucket in buckets:
             if self.pipeline.guard_reads and not self.pipeline.guards(bucket.params):
                 bucket.finish()
@@ -268,31 +270,44 @@ class Updates:
                     zeros = torch.zeros_like(param, requires_grad=False)
                     bucket.collect(position, zeros, self.options.accumulation, self.arrivals)
 
-    def _launch(self, active: Sequence[Bucket]) -> None:
-        """Queue the updates in the order of the last forward, the reverse of the gradients'."""
+    def _launch(self, waiting: Sequence[int], by_norm: bool) -> None:
+        """Queue the updates in the order of the last forward, the reverse of the gradients'.
+
+        Args:
+            waiting: indices of the closed buckets that were not updated during backward.
+            by_norm: as the norm of all gradients says.
+        """
         options = self.options
-        self.pipeline.let_go()  # what eager updates of steps before held
         verdict = None
-        if options.needs_norm:
+        if not by_norm:
+            self.pipeline.drop_measures()
+        else:
+            for index in waiting:
+                bucket = self.buckets[index]
+                self.pipeline.measure_late(bucket, index, self.steps, options.threads)
             verdict = self.pipeline.verdict(
                 self.buckets, self.steps, options.max_grad_norm, options.skip_nonfinite, self._say
             )
             self.norm = verdict
-        for bucket in sorted(active, key=lambda bucket: -bucket.order):
+        buckets = [self.buckets[index] for index in waiting]
+        for bucket in sorted(buckets, key=lambda bucket: -bucket.order):
             self.pipeline.launch(bucket, self._hyper(bucket), verdict)
 
-    def _check_unchanged(self, active: Sequence[Bucket]) -> None:
+    def _check_unchanged(self, updated: Sequence[Bucket]) -> None:
         """Eager updates ran during backward: a value set since then came too late for them."""
-        late = [bucket for bucket in active if bucket.used not in (None, self._hyper(bucket))]
-        if late and not self._warned_late:
-            self._warned_late = True
+        late = ""
+        if any(bucket.used != self._hyper(bucket) for bucket in updated):
+            late = "lr or another hyper-parameter was changed"
+        elif self.options.needs_norm:
+            late = "clipping, or another option that needs the norm, was switched on"
+        if late and late not in self._warned_late:
+            self._warned_late.add(late)
             text = (
-                "lr or another hyper-parameter was changed between backward and step(), but "
-                "eager updates had already used the old value during backward. Set it before "
-                "backward, or pass eager=False."
+                f"{late} between backward and step(), but eager updates had already used the old "
+                f"value during backward. Set it before backward, or pass eager=False."
             )
             self._say(text)
-            warnings.warn(text, UserWarning, stacklevel=6)
+            warnings.warn(text, UserWarning, stacklevel=7)
 
     def finish(self) -> None:
         """Wait for updates in flight."""
