@@ -9,6 +9,7 @@ import torch
 
 from ts_core import OffloadAdamW
 from ts_core.device.host import HostDevice
+from ts_core.errors import StateError
 from ts_core.optim.places import NAMES
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
@@ -134,6 +135,27 @@ def test_clipping_that_is_switched_on_after_eager_updates_comes_too_late_and_is_
     optimizers[1].max_grad_norm = 1e-3
     for model, optimizer in zip((ours, theirs), optimizers, strict=True):
         lab.loss(model, 1).backward()
+        optimizer.step()
+        optimizer.synchronize()
+    assert lab.distance(ours, theirs) == 0.0
+    assert optimizers[0].last_grad_norm == optimizers[1].last_grad_norm
+
+
+def test_a_step_that_is_refused_can_be_taken_when_the_groups_are_right_again(lab: Any) -> None:
+    ours, theirs = lab.model(), lab.model()
+    optimizers = []
+    for model in (ours, theirs):
+        optimizer = OffloadAdamW(lab.groups(model, True), lr=1e-2, max_grad_norm=0.5)
+        lab.run(model, optimizer, 2)
+        lab.loss(model, 2).backward()
+        optimizers.append(optimizer)
+    first, second = (group["params"] for group in optimizers[0].param_groups)
+    moved = second.pop(0)
+    first.append(moved)
+    with pytest.raises(StateError, match="moved between param groups"):
+        optimizers[0].step()
+    second.insert(0, first.pop())
+    for optimizer in optimizers:
         optimizer.step()
         optimizer.synchronize()
     assert lab.distance(ours, theirs) == 0.0

@@ -278,6 +278,9 @@ class Updates:
             by_norm: as the norm of all gradients says.
         """
         options = self.options
+        buckets = [self.buckets[index] for index in waiting]
+        buckets.sort(key=lambda bucket: -bucket.order)
+        hypers = [self._hyper(bucket) for bucket in buckets]  # before anything is queued
         verdict = None
         if not by_norm:
             self.pipeline.drop_measures()
@@ -289,9 +292,8 @@ class Updates:
                 self.buckets, self.steps, options.max_grad_norm, options.skip_nonfinite, self._say
             )
             self.norm = verdict
-        buckets = [self.buckets[index] for index in waiting]
-        for bucket in sorted(buckets, key=lambda bucket: -bucket.order):
-            self.pipeline.launch(bucket, self._hyper(bucket), verdict)
+        for bucket, hyper in zip(buckets, hypers, strict=True):
+            self.pipeline.launch(bucket, hyper, verdict)
 
     def _check_unchanged(self, updated: Sequence[Bucket]) -> None:
         """Eager updates ran during backward: a value set since then came too late for them."""
