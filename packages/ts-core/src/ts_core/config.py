@@ -16,6 +16,19 @@ from torch import nn
 
 from ts_core.errors import NotAvailableError, OptionError
 
+_MOST_IN_FLIGHT = 1 << 30
+
+
+def default_inflight_bytes(device_bytes: int | None) -> int:
+    """`max_inflight_bytes` where none is given: a tenth of the device's memory, at most 1 GiB.
+
+    Args:
+        device_bytes: that the process may use; None for a device without memory of its own.
+    """
+    if device_bytes is None:
+        return _MOST_IN_FLIGHT
+    return max(1, min(_MOST_IN_FLIGHT, device_bytes // 10))
+
 
 @dataclass(frozen=True)
 class WrapOptions:

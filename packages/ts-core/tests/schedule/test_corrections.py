@@ -251,3 +251,31 @@ def test_a_placement_that_was_asked_for_stays_before_a_larger_input() -> None:
     run = Run(2600, headroom=0.0, param_offload=False)
     run.corrector.share_room(1, 0, measured(10), Work((1e9,) * BLOCKS))
     assert run.corrector.make_room(2, 100.0) is None
+
+
+def test_what_is_on_its_way_follows_from_the_devices_memory() -> None:
+    """Gradients of streamed blocks leave; a device of 4 GiB holds 2 x 400 MiB of them at once."""
+    total, largest = BLOCKS * 500 * MIB, 500 * MIB
+    model = ModelProfile(
+        (500 * MIB,) * BLOCKS,
+        trained=total,
+        trained_pageable=(500 * MIB,) * BLOCKS,
+        gradients_wait=True,
+        gradients_leaving=2048 * MIB + largest,
+        leaving=(total, largest),
+    )
+    options = PlanOptions(headroom=0.0, activation_share=0.0)
+    plan = make_plan(model, MachineProfile(4000 * MIB), options)
+    assert plan.fits and len(plan.paged) == BLOCKS
+    assert plan.predicted["gradients"] == 2 * 400 * MIB + largest
+    asked = replace(model, leaving=None)  # max_inflight_bytes was given
+    assert (
+        make_plan(asked, MachineProfile(4000 * MIB), options).predicted["gradients"] == 2548 * MIB
+    )
+    # What would be enough is found with what such a device has on its way.
+    short = make_plan(model, MachineProfile(1200 * MIB), options)
+    assert not short.fits
+    (remedy,) = [text for text in short.remedies if "of device memory" in text]
+    size = float(remedy.split("give it ")[1].split(" ")[0])
+    unit = MIB if "MiB" in remedy else 1024 * MIB
+    assert make_plan(model, MachineProfile(int(size * unit)), options).fits

@@ -190,7 +190,7 @@ def test_more_device_memory_is_never_worse(model: ModelProfile, vram: int, more:
         return
     assert large.fits
     assert large.seconds["step"] <= small.seconds["step"]
-    if not model.activations:
+    if not model.activations and large.slot_count <= small.slot_count:  # a second slot takes room
         assert len(large.paged) <= len(small.paged)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ts_core.config import default_inflight_bytes
 from ts_core.device import Device
 from ts_core.engine.blocks import shared_parameters
 from ts_core.engine.tables import lookup_tables
 from ts_core.schedule import ModelProfile
 from ts_core.store.images import leaves_bytes, pageable_leaves
 from ts_core.store.leaves import Leaf, is_wrapper, stored_bytes, tensor_leaves
-from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 FP32_MOMENTS_BYTES = 8.0
 
@@ -74,13 +74,18 @@ def model_profile(
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     trained_bytes = sum(p.numel() * p.element_size() for p in trained)
-    leaving = 2 * (max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
+    leaving = 2 * (max_inflight_bytes or default_inflight_bytes(None))
+    largest = max((p.numel() * p.element_size() for p in trained), default=0)
     low_precision = sum(p.numel() * 4 for p in trained if p.dtype is not torch.float32)
     state = int(sum(p.numel() for p in trained) * moment_bytes)
     return ModelProfile(
         pageable=pageable,
         fixed_device=total - paged_exact,
-        trained=_gradients_at_once(trained, trained_bytes, gradients_in_flight),
+        trained=(
+            trained_bytes
+            if gradients_in_flight is None
+            else min(trained_bytes, gradients_in_flight + largest)
+        ),
         host_state=state + low_precision + trained_bytes,
         in_host=sum(
             leaf.get().numel() * leaf.get().element_size()
@@ -93,7 +98,8 @@ def model_profile(
             sum(stored_bytes(leaf.owner) for leaf in block if leaf.trained) for block in leaves
         ),
         gradients_wait=gradients_in_flight is None,
-        gradients_leaving=_gradients_at_once(trained, trained_bytes, leaving),
+        gradients_leaving=min(trained_bytes, leaving + largest),
+        leaving=None if max_inflight_bytes is not None else (trained_bytes, largest),
         host_copies=trained_bytes if host_copies else 0,
         to_load=sum(
             tensor.numel() * tensor.element_size()
@@ -102,15 +108,6 @@ def model_profile(
         ),
         tables=sum(stored_bytes(table) for table in lookup_tables(model, leaves)),
     )
-
-
-def _gradients_at_once(
-    trained: Sequence[nn.Parameter], total_bytes: int, in_flight: int | None
-) -> int:
-    if in_flight is None:
-        return total_bytes
-    largest = max((p.numel() * p.element_size() for p in trained), default=0)
-    return min(total_bytes, in_flight + largest)
 
 
 def taken_by_others(

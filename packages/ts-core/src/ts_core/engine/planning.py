@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ts_core.config import WrapOptions
+from ts_core.config import WrapOptions, default_inflight_bytes
 from ts_core.device import Device
 from ts_core.engine.placement import model_profile, taken_by_others
 from ts_core.engine.session import EventLog
@@ -28,7 +28,6 @@ from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.plan import Work, human
 from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.store import Leaf
-from ts_core.transfer.copies import DEFAULT_MAX_INFLIGHT_BYTES
 
 
 def machine_profile(
@@ -65,7 +64,7 @@ def plan_options(config: WrapOptions) -> PlanOptions:
         headroom=config.vram_headroom,
         activation_offload=config.activation_offload,
         recompute=recompute,
-        inflight=config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES,
+        inflight=config.max_inflight_bytes or default_inflight_bytes(None),
         disk=config.disk_offload is not None,
         replayed=config.cuda_graphs is not False,
         avoid_pages=config.cuda_graphs is not False,
@@ -125,7 +124,7 @@ def gradients_in_flight(optimizer: torch.optim.Optimizer | None, config: WrapOpt
         waits = waits or not optimizer.eager or optimizer.accumulation_steps > 1
     if mode != "cpu" and waits:
         return None
-    return 2 * (config.max_inflight_bytes or DEFAULT_MAX_INFLIGHT_BYTES)
+    return 2 * (config.max_inflight_bytes or default_inflight_bytes(None))
 
 
 def profile_under(

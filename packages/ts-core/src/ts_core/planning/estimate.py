@@ -106,20 +106,26 @@ class Outcome:
     notes: tuple[str, ...]
 
 
-def describe(source: str, training: Training, trust_remote_code: bool = False) -> Described:
+def describe(
+    source: str,
+    training: Training,
+    trust_remote_code: bool = False,
+    config: WrapOptions | None = None,
+) -> Described:
     """Build the model of a config with fake tensors, and count.
 
     Args:
         source: what the installed reader takes; for ts-hf a folder with a config.json.
         training: what is to be trained.
         trust_remote_code: whether code that the folder ships may run.
+        config: options of wrap(); None for its defaults.
 
     Raises:
         UnknownPluginError: no installed package reads configs.
         DataError: the source is not readable, or the model has no stack of blocks.
     """
     reader = models.get(READER)
-    config = _wrap_options(training, "none")
+    config = config or _wrap_options(training, "none")
     with FakeTensorMode():
         model: nn.Module = reader.build(source, training.dtype, trust_remote_code)
         blocks = list(reader.find_blocks(model))
@@ -139,6 +145,7 @@ def describe(source: str, training: Training, trust_remote_code: bool = False) -
             bytes_per_value(training.moments),
             gradients_in_flight(None, config),
             config.optimizer_mode == "cpu",
+            config.max_inflight_bytes,
         )
         weights = quantizable_weights(blocks)
         work = _work(model, blocks, training, reader.active_share(model))
@@ -237,14 +244,16 @@ def plan_training(
         OptionError: a value that is not accepted.
     """
     config = _wrap_options(training, quantize, options)
-    described = describe(source, training, trust_remote_code)
+    described = describe(source, training, trust_remote_code, config)
     plan, codec = plan_codec(
         described.profile,
         described.weights,
         machine,
         config,
         training.moments,
-        () if _fits_quickly(described, machine, config, training) else _others(source, training),
+        ()
+        if _fits_quickly(described, machine, config, training)
+        else _others(source, training, config),
     )
     if described.staying and config.offload == "auto":
         profile = stored_estimate(described.profile, described.weights, codec, config)
@@ -278,7 +287,7 @@ def _fits_quickly(
     return plan.fits
 
 
-def _others(source: str, training: Training) -> list[Alternative]:
+def _others(source: str, training: Training, config: WrapOptions) -> list[Alternative]:
     """Trainings that need less, to be tried when this one does not fit."""
     smaller: list[tuple[str, Training]] = []
     if training.batch > 1:
@@ -291,7 +300,10 @@ def _others(source: str, training: Training) -> list[Alternative]:
         if training.batch > 1:
             words = "train adapters with a batch of 1 (--lora 16 --batch 1)"
             smaller.append((words, replace(lighter, batch=1)))
-    return [Alternative(words, describe(source, other).profile) for words, other in smaller]
+    return [
+        Alternative(words, describe(source, other, config=config).profile)
+        for words, other in smaller
+    ]
 
 
 def _wrap_options(

@@ -79,7 +79,7 @@ class PeakCorrector:
         plan: Plan,
         movable: Sequence[int],
     ) -> None:
-        self._model = model
+        self._model = model.on_device(machine.device_bytes if machine.counts_fixed else None)
         self._machine = machine
         self._options = options
         self._movable = tuple(index for index in movable if model.pageable[index])
@@ -196,6 +196,7 @@ class PeakCorrector:
             tables=0,
             trained=0,
             gradients_wait=False,
+            leaving=None,
             activations=tuple(block.saved for block in measured),
             inputs=inputs,
             transient=0,

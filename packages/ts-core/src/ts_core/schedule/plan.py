@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ts_core.config import default_inflight_bytes
 from ts_core.schedule.rates import HardwareProfile
 
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
@@ -65,6 +66,8 @@ class ModelProfile:
         gradients_wait: whether gradients wait on the device until the step's updates. Those of
             paged weights never do.
         gradients_leaving: the most bytes of gradients on their way off the device at once.
+        leaving: bytes of all gradients and of the largest, where those on their way follow from the
+            device's memory (`on_device`); None where their number was asked for.
         host_copies: bytes of trained weights that have a copy in host memory while they are on a
             device of its own (host threads write new values there).
         to_load: bytes of weights that have no values yet (meta device), and so no memory.
@@ -87,10 +90,20 @@ class ModelProfile:
     trained_pageable: tuple[int, ...] = ()
     gradients_wait: bool = False
     gradients_leaving: int = 0
+    leaving: tuple[int, int] | None = None
     host_copies: int = 0
     to_load: int = 0
     tables: int = 0
     host_tables: int = 0
+
+    def on_device(self, device_bytes: int | None) -> ModelProfile:
+        """The profile on a device of so many bytes; None: without memory of its own."""
+        if self.leaving is None:
+            return self
+        total, largest = self.leaving
+        most = min(total, 2 * default_inflight_bytes(device_bytes) + largest)
+        trained = self.trained if self.gradients_wait else most
+        return replace(self, gradients_leaving=most, trained=trained)
 
     def with_host_tables(self) -> ModelProfile:
         """The profile with its tables in host memory."""

@@ -92,6 +92,7 @@ def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions)
     the one that lacks least. Tables of which a step reads few rows go to host memory rather than
     blocks that stream; blocks are not recorded where that alone does not fit.
     """
+    model = model.on_device(machine.device_bytes if machine.counts_fixed else None)
     plan = _with_tables_where_they_are(model, machine, options)
     if not _tables_may_leave(model, machine, options) or (plan.fits and not plan.paged):
         return plan

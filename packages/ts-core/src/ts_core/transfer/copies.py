@@ -11,13 +11,11 @@ from typing import TypeAlias
 
 import torch
 
+from ts_core.config import default_inflight_bytes
 from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
 from ts_core.transfer.pending import PendingCopy
 from ts_core.transfer.totals import DirectionStats, count
-
-DEFAULT_MAX_INFLIGHT_BYTES = 1 << 30
-
 
 After: TypeAlias = Event | Sequence[Event | None] | None
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # destination, source
@@ -66,13 +64,6 @@ class _Lane:
         return self.most_bytes
 
 
-def _default_inflight_bytes(device: Device) -> int:
-    usable = device.usable_bytes() if device.separate_memory else None
-    if usable is None:
-        return DEFAULT_MAX_INFLIGHT_BYTES
-    return max(1, min(DEFAULT_MAX_INFLIGHT_BYTES, usable // 10))
-
-
 class CopyEngine:
     """Queues copies on one stream per direction.
 
@@ -88,7 +79,8 @@ class CopyEngine:
 
     def __init__(self, device: Device, max_inflight_bytes: int | None = None) -> None:
         self.device = device
-        self.max_inflight_bytes = max_inflight_bytes or _default_inflight_bytes(device)
+        usable = device.usable_bytes() if device.separate_memory else None
+        self.max_inflight_bytes = max_inflight_bytes or default_inflight_bytes(usable)
         self._lanes = {name: _Lane(device.new_stream(name)) for name in ("h2d", "d2h")}
 
     def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
