@@ -128,6 +128,18 @@ def test_gone_without_remove_it_takes_nothing(lab: Any) -> None:
     torch.nn.utils.clip_grad_norm_([model.large], 1.0)
 
 
+def test_an_optimizer_after_one_that_is_gone_keeps_its_guard(lab: Any) -> None:
+    """The hooks that it leaves behind must not take the next one's mark off the parameters."""
+    model = lab.model()
+    offloader = GradientOffloader(model.parameters())
+    del offloader
+    gc.collect()
+    optimizer = OffloadAdamW(model.parameters())
+    lab.run(model, optimizer, 2)
+    with pytest.raises(StateError, match="max_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_one_taker_per_parameter(lab: Any) -> None:
     model = lab.model()
     offloader = GradientOffloader(model.parameters())

@@ -236,7 +236,8 @@ def _check(params: list[nn.Parameter], accumulation_steps: int) -> None:
 
 def _forward_gradient(offloader: weakref.ref[GradientOffloader], param: nn.Parameter) -> None:
     owner = offloader()
-    if owner is None:
-        unmark_streamed([param])  # it went without remove()
+    if owner is None:  # it went without remove()
+        if not owners([param]):
+            unmark_streamed([param])
     else:
         owner._on_gradient(param)
