@@ -52,11 +52,12 @@ class Casts:
 
 
 @contextlib.contextmanager
-def casts_anew(device_type: str) -> Iterator[None]:
-    """Autocast's copies of weights are made inside, and do not stay for others."""
-    if not (torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled()):
-        yield
-        return
+def casts_anew() -> Iterator[None]:
+    """Autocast's copies of weights are made inside, and do not stay for others.
+
+    Also where autocast is off at this point: a context inside is nested in one that is off, say,
+    and does not let go of its copies at its end.
+    """
     torch.clear_autocast_cache()
     try:
         yield

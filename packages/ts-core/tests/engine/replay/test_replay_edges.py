@@ -357,3 +357,39 @@ def test_a_block_that_returns_its_argument(both: Callable[..., Any]) -> None:
         return found
 
     assert both([Through(), Through()], drive).report["replayed_backwards"] > 0
+
+
+class LowInside(nn.Module):
+    """Computes in bfloat16 by an autocast of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.second(torch.tanh(self.first(x)))
+        return x + y.float()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_inside_a_block_and_one_that_is_off_around_the_model(
+    both: Callable[..., Any], recompute: bool
+) -> None:
+    """The inner one then keeps its copies of weights: none may be recorded."""
+
+    def drive(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for _ in range(7):
+            with torch.autocast("cpu", enabled=False):
+                loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    pair = both([LowInside(), LowInside()], drive, recompute=recompute, activation_offload=False)
+    assert pair.report["replayed_forwards"] > 0

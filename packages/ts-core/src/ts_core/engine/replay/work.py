@@ -104,7 +104,7 @@ class BlockWork:
     def forward(self, final: bool = False) -> None:
         """Compute results into `out`; the `final` pass is recorded."""
         if not self._gradients or self._recomputes:
-            with torch.no_grad(), casts_anew(self._device.type):
+            with torch.no_grad(), casts_anew():
                 result = self._call([tensor.detach() for tensor in self.args])
             self._note(result)
             return
@@ -151,7 +151,7 @@ class BlockWork:
         ]
         with (
             torch.enable_grad(),
-            casts_anew(self._device.type),
+            casts_anew(),
             StandIns(self._block, self._trained, leaf_alias) as stand_ins,
         ):
             self._leaves = [tensor for tensor in args if tensor.requires_grad] + stand_ins
