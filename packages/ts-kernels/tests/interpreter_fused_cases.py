@@ -181,6 +181,45 @@ def test_every_plan_of_rotary_gives_the_same_bits(
             assert all(map(torch.equal, actual, expected)), plan
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "heads, kv_heads, size",
+    [(1, 1, 64), (14, 2, 64), (9, 3, 80), (7, 1, 128), (40, 8, 128), (64, 8, 128), (16, 16, 256)],
+    ids=str,
+)
+def test_the_plan_of_rotary_gives_the_bits_of_one_by_groups(
+    monkeypatch, dtype, heads, kv_heads, size
+):
+    plans = []
+
+    def choose(function):
+        def chosen(*args):
+            plans.append(function(*args))
+            return plans[-1]
+
+        return chosen
+
+    for tokens in (1, 3):
+        q, k = (
+            torch.randn(1, tokens, n, size).to(dtype).transpose(1, 2) for n in (heads, kv_heads)
+        )
+        angles = torch.randn(1, tokens, size)
+        cos, sin = angles.cos().to(dtype), (angles + 0.1).sin().to(dtype)
+        for interleaved, backward in ((False, False), (False, True), (True, False), (True, True)):
+            results = []
+            for function in (
+                _rotary_plan.rotary_plan,
+                lambda q, k, pairs, _: _rotary_plan.plan_by_groups(q, k, pairs),
+            ):
+                with monkeypatch.context() as patch:
+                    patch.setattr(_rotary, "rotary_plan", choose(function))
+                    results.append(_rotary._rotate(q, k, cos, sin, interleaved, backward))
+            assert all(map(torch.equal, *results)), plans[-2:]
+    assert not any(plan.per_token for plan in plans[1::2])
+    if (heads, kv_heads) == (40, 8):
+        assert all(plan.per_token == (dtype != torch.float32) for plan in plans[::2])
+
+
 def test_split_halves_hold_sixteen_bits():
     for function, dim in ((_split.factor_rows, 0), (_split.factor_columns, 1)):
         matrix = torch.randn(7, 131)

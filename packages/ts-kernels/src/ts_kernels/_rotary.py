@@ -198,7 +198,8 @@ def _launch(
     batch, q_heads, tokens, size = q.shape
     k_heads, rotary_size = k.shape[1], cos.shape[-1]
     pairs = next_power_of_2(rotary_size // 2)
-    plan = rotary_plan(q_heads, k_heads, pairs)
+    whole_16_bit = q.itemsize == 2 and rotary_size == size
+    plan = rotary_plan(q_heads, k_heads, pairs, whole_16_bit)
     q_groups, k_groups = -(-q_heads // plan.heads), -(-k_heads // plan.heads)
     cos_batch, sin_batch = (0 if t.shape[0] == 1 else t.stride(0) for t in (cos, sin))
     strides = (t.stride()[:3] for t in (q, k, q_out, k_out))
