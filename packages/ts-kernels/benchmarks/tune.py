@@ -29,7 +29,7 @@ from _timing import L2_SEVERAL_TIMES, copy_rate_gb_s, milliseconds
 from ts_kernels import _rms_norm_launch, _rotary
 from ts_kernels._rms_norm_launch import Form
 from ts_kernels._rms_norm_plan import backward_plan, forward_plan
-from ts_kernels._rotary_plan import RotaryPlan, rotary_plan
+from ts_kernels._rotary_plan import RotaryPlan, plan_by_groups, rotary_plan
 
 BF16 = torch.bfloat16
 LLAMA, GEMMA = Form(1e-6), Form(1e-6, 1.0, False)
@@ -82,8 +82,11 @@ def rotary_case(tokens: int, interleaved: bool, backward: bool) -> Case:
         f"{tokens} x {heads}+{kv_heads}",
         _rotary,
         "rotary_plan",
-        rotary_plan(heads, kv_heads, size // 2),
-        [RotaryPlan(True, h, w) for h, w in ((8, 2), (8, 4), (8, 1), (16, 4), (16, 2))],
+        rotary_plan(heads, kv_heads, size // 2, True),
+        [
+            plan_by_groups(heads, kv_heads, size // 2),
+            *(RotaryPlan(True, h, w) for h, w in ((8, 2), (8, 4), (8, 1), (16, 4), (16, 2))),
+        ],
         make,
         function,
         2 * moved,
@@ -92,7 +95,7 @@ def rotary_case(tokens: int, interleaved: bool, backward: bool) -> Case:
 
 
 def forward_case(rows: int, hidden: int, form: Form, changes: list[dict[str, Any]]) -> Case:
-    today = forward_plan(rows, hidden)
+    today = forward_plan(rows, hidden, True, form.round_first)
     size = rows * hidden * 2
 
     def make():
@@ -118,7 +121,7 @@ def forward_case(rows: int, hidden: int, form: Form, changes: list[dict[str, Any
 
 def backward_case(rows: int, hidden: int, added: bool, changes: list[dict[str, Any]]) -> Case:
     """With a weight gradient. `added`: of add_rms_norm."""
-    today = backward_plan(rows, hidden, True, 6 if added else 4)
+    today = backward_plan(rows, hidden, True, 6 if added else 4, added)
     size = rows * hidden * 2
 
     def make():
@@ -157,6 +160,7 @@ def cases() -> list[Case]:
     registers: list[dict[str, Any]] = [
         {"stages": 1, "ahead": ahead, "unroll": 4} for ahead in (1, 2)
     ]
+    shared = {"stages": 2, "ahead": 0, "unroll": 1}
     more_warps = {"num_warps": 16, "unroll": 4}
     warps = [{"num_warps": w, "early_weight": e} for w in (2, 4, 8) for e in (True, False)]
     return [
@@ -167,8 +171,8 @@ def cases() -> list[Case]:
             False,
             [
                 *registers,
-                {"unroll": 4},
-                {"stages": 4, "unroll": 4},
+                {"stages": 3, "unroll": 1},
+                {"stages": 3, "unroll": 4},
                 {"joined": True, "unroll": 4},
                 *({**change, "joined": True} for change in registers),
                 more_warps,
@@ -181,9 +185,9 @@ def cases() -> list[Case]:
         forward_case(8192, 4096, GEMMA, [*warps, {"num_warps": 1}, {"num_warps": 16}]),
         rotary_case(8192, False, True),
         rotary_case(8192, True, False),
-        backward_case(8192, 4096, True, [*registers, {"stages": 3, "unroll": 4}, more_warps]),
+        backward_case(8192, 4096, True, [*registers, shared, {**shared, "stages": 3}, more_warps]),
         backward_case(8192, 4096, False, [*registers, more_warps]),
-        backward_case(8192, 8192, True, [*registers, {"stages": 3, "unroll": 4}, more_warps]),
+        backward_case(8192, 8192, True, [*registers, shared, {**shared, "stages": 3}, more_warps]),
         rotary_case(2048, False, False),
         rotary_case(512, False, False),
         backward_case(512, 5120, False, [*registers, {"unroll": 4}]),

@@ -164,6 +164,40 @@ def test_plans_of_the_norm_that_read_earlier_give_the_same_bits(
     torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "hidden, added, round_first",
+    [(4096, True, True), (8192, True, True), (5120, False, True), (4096, False, False)],
+)
+def test_plans_of_many_rows_give_the_same_bits(monkeypatch, dtype, hidden, added, round_first):
+    """The plans of 8192 rows on 5 of them, the last program's tiles part empty."""
+    x, r, dy, dsum = torch.randn(4, 5, hidden).to(dtype)
+    weight = torch.randn(hidden).to(dtype)
+    form = _rms_norm_launch.Form(1e-5, 0.0 if round_first else 1.0, round_first)
+    forward = _rms_norm_plan.forward_plan(8192, hidden, not added, round_first)
+    backward = _rms_norm_plan.backward_plan(8192, hidden, True, 6 if added else 4, added)
+    tiles = -(-5 // backward.rows_per_tile)
+    backward = backward._replace(tiles_per_program=2, programs=-(-tiles // 2))
+    assert forward.early_weight != added and backward.ahead == added
+    results = []
+    for plans in (
+        (forward, backward),
+        (
+            forward._replace(early_weight=False, num_warps=4),
+            backward._replace(stages=2, ahead=0, unroll=1),
+        ),
+    ):
+        for name, plan in zip(("forward_plan", "backward_plan"), plans, strict=True):
+            monkeypatch.setattr(_rms_norm_launch, name, lambda *args, plan=plan: plan)
+        y, rstd, summed = _rms_norm_launch.forward(x, r if added else None, weight, form)
+        given = (dy, dsum if added else None, summed, weight, rstd, form, True, True)
+        results.append((y, rstd, summed, *_rms_norm_launch.backward(*given)))
+    assert all(map(torch.equal, *results))
+    kw = {"offset": form.offset, "round_first": round_first}
+    plain = reference.rms_norm(x + r if added else x, weight, 1e-5, **kw)
+    torch.testing.assert_close(results[0][0].float(), plain.float(), rtol=2**-5, atol=1e-3)
+
+
 def mean_square_as_torch_on_cuda(row, rows):
     """One row of float32 squares, added up thread by thread as torch's CUDA kernel does it."""
     hidden = row.numel()

@@ -78,9 +78,10 @@ def test_forward_covers_every_row_and_column(rows, hidden):
     hidden=st.integers(1, 32768),
     want_weight=st.booleans(),
     itemsize=st.sampled_from([2, 4]),
+    registers=st.booleans(),
 )
-def test_backward_covers_every_row_and_column_once(rows, hidden, want_weight, itemsize):
-    plan = backward_plan(rows, hidden, want_weight, 2 * itemsize)
+def test_backward_covers_every_row_and_column_once(rows, hidden, want_weight, itemsize, registers):
+    plan = backward_plan(rows, hidden, want_weight, 2 * itemsize, registers)
     columns = plan.block + plan.more
     assert hidden <= columns < max(2 * hidden, 64 + hidden)
     tile_rows = plan.rows_per_tile * plan.tiles_per_program
@@ -91,4 +92,49 @@ def test_backward_covers_every_row_and_column_once(rows, hidden, want_weight, it
     assert plan.more == 0 or is_power_of_2(plan.more)
     # the pipeline's buffers fit in the shared memory of every GPU that runs the kernels
     assert (plan.stages - 1) * columns * plan.rows_per_tile * 2 * itemsize <= 66 * 1024
-    assert 1 <= plan.stages <= 3
+    assert 1 <= plan.stages <= 4
+    assert plan.ahead == 0 or (plan.stages == 1 and plan.more == 0)
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, more, stages, ahead",
+    [
+        (8192, 4096, (6, True), 1, 1),
+        (8192, 8192, (6, True), 1, 1),
+        (8192, 4096, (6, False), 2, 0),
+        (8192, 4096, (4, False), 3, 0),
+        (8192, 5120, (6, True), 3, 0),  # two blocks: registers would change bits
+        (8192, 5120, (4, False), 4, 0),
+        (8192, 5120, (8, False), 2, 0),
+        (8192, 6144, (4, False), 3, 0),
+        (8192, 4095, (6, True), 2, 0),
+        (512, 5120, (4, False), 3, 0),  # 4 tiles a program
+        (512, 4096, (6, True), 2, 0),
+    ],
+)
+def test_which_loads_are_early_in_backward(rows, hidden, more, stages, ahead):
+    plan = backward_plan(rows, hidden, True, *more)
+    assert (plan.stages, plan.ahead) == (stages, ahead)
+    plain = backward_plan(rows, hidden, True, more[0])
+    unchanged = {"stages": 0, "ahead": 0, "unroll": 0}
+    assert plan._replace(**unchanged) == plain._replace(**unchanged)
+
+
+@pytest.mark.parametrize(
+    "rows, hidden, more, num_warps, early",
+    [
+        (8192, 5120, (True, True), 4, True),
+        (8192, 4096, (True, True), 4, True),
+        (8192, 4096, (True, False), 2, True),
+        (8192, 4096, (False, False), 4, False),
+        (8192, 6144, (True, True), 4, False),
+        (8192, 4095, (True, False), 4, False),
+        (8192, 8192, (True, True), 8, False),
+        (8192, 2048, (True, True), 2, False),
+        (512, 4096, (True, False), 4, False),
+    ],
+)
+def test_where_forward_reads_the_weight_early(rows, hidden, more, num_warps, early):
+    plan = forward_plan(rows, hidden, *more)
+    assert (plan.num_warps, plan.early_weight) == (num_warps, early)
+    assert plan.reduction == torch_reduction(rows, hidden)
