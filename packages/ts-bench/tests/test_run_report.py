@@ -264,6 +264,16 @@ def test_memory_is_shown_in_a_unit_that_fits(run_folder: Callable[..., Path]) ->
     assert host.lines[0].y == pytest.approx([2.0])
 
 
+def test_memory_in_use_shows_beneath_the_most_so_far(run_folder: Callable[..., Path]) -> None:
+    step = _step(1, ts_vram_alloc_gb=0.9, ts_vram_peak_gb=0.9)
+    run = read_run(run_folder("one", [_session(), step]))
+    device = next(plot for plot in plots([run]) if plot.key == "device-memory")
+    assert [(line.label, line.style) for line in device.lines] == [
+        ("in use", "line"),
+        ("most so far", "dashed"),
+    ]
+
+
 def test_preference_runs_show_their_accuracy(run_folder: Callable[..., Path]) -> None:
     lines = [
         _session(),

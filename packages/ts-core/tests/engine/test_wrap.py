@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ts_core.errors import (
     StateError,
     UnknownPluginError,
 )
+from ts_core.optim.read_guard import Flight, ParameterInFlight, guard, release
 from ts_core.testing import tiny_model, train
 
 HOST: dict[str, Any] = {"device": "host", "quantize": "none"}
@@ -277,6 +279,19 @@ def test_report_says_where_the_bytes_are() -> None:
     assert set(memory_report()) == {"gpu", "pinned", "pinned_by_tag"}
 
 
+def test_a_parameter_in_flight_does_not_count_as_quantized() -> None:
+    model, _ = wrap(tiny_model(), param_offload=True, **HOST)
+    update: Future[None] = Future()
+    trained = [param for param in model.layers.parameters() if param.requires_grad]
+    guard(trained, Flight(update, model._trainstream_session.copies))
+    try:
+        assert {type(param) for param in trained} == {ParameterInFlight}
+        assert memory_report(model)["params"]["quantized_blocks"] == 0  # and it waits for nothing
+    finally:
+        update.set_result(None)
+        release(trained)
+
+
 def test_every_auto_that_stays_off_says_so() -> None:
     model, _ = wrap(tiny_model(), **HOST)
     events = " ".join(model._trainstream_session.events)
@@ -289,6 +304,11 @@ def test_every_auto_that_stays_off_says_so() -> None:
         "cuda_graphs",
     ):
         assert f"{name}='auto'" in events
+    assert "recompute='auto': activations stay" in events
+
+    model, _ = wrap(tiny_model(), recompute=[0], **HOST)
+    events = " ".join(model._trainstream_session.events)
+    assert "activation_offload='auto': other activations stay" in events
 
 
 def test_find_blocks() -> None:

@@ -20,6 +20,7 @@ from ts_core.planning.adapters import add_adapters
 from ts_core.planning.estimate import Training, describe, plan_training
 from ts_core.registry import models
 from ts_core.schedule import MachineProfile
+from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.testing import TinyModel
 
 GIB = 1 << 30
@@ -131,6 +132,16 @@ def test_json(tiny_reader: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["fits"] is True and found["blocks"] == 6 and found["quantize"] is None
     assert found["plan"]["paged"] == [] and found["training"]["dtype"] == "bfloat16"
     assert found["plan"]["seconds"]["step"] > 0
+
+
+def test_state_on_the_device_costs_neither_host_threads_nor_the_link(tiny_reader: Any) -> None:
+    machine = MachineProfile(8 * GIB, 16 * GIB, rates=TYPICAL_GPU)
+    found = plan_training("small", LORA, machine, "none").plan
+    assert found.host["optimizer_and_gradients"] == 0 and found.paged == ()
+    assert [found.seconds[name] for name in ("to_device", "to_host", "updates")] == [0, 0, 0]
+    on_host = plan_training("small", LORA, machine, "none", {"offload": True}).plan
+    assert on_host.host["optimizer_and_gradients"] > 0
+    assert min(on_host.seconds[name] for name in ("to_device", "to_host", "updates")) > 0
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

@@ -152,7 +152,11 @@ _STYLES: dict[str, Any] = {
     "line": lambda count: {"linewidth": 1.7, "marker": _alone(count)},
     "faint": lambda count: {"linewidth": 0.9, "alpha": 0.35, "marker": _alone(count)},
     "dots": lambda count: {"linewidth": 1, "linestyle": (0, (3, 2)), "marker": "o", "ms": 4},
-    "dashed": lambda count: {"linewidth": 1.3, "linestyle": (0, (4, 2))},
+    "dashed": lambda count: {
+        "linewidth": 1.3,
+        "linestyle": (0, (4, 2)),
+        "marker": _alone(count),
+    },
 }
 
 

@@ -29,6 +29,7 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
             "device",
             "device memory",
             (("ts_vram_alloc_gb", "in use"), ("ts_vram_peak_gb", "most so far")),
+            last="dashed",  # the two are often one line
         ),
         _memory(
             runs,
@@ -126,8 +127,13 @@ def _one(
 
 
 def _memory(
-    runs: Sequence[Run], key: str, title: str, parts: Sequence[tuple[str, str]]
+    runs: Sequence[Run],
+    key: str,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    last: str = "line",
 ) -> Plot | None:
+    """Memory over steps; of one run all `parts`, the last of them in the style `last`."""
     found = []
     for index, run in enumerate(runs):
         for number, (name, label) in enumerate(parts):
@@ -136,14 +142,15 @@ def _memory(
             steps, values = run.series(name)
             if any(values):
                 told = label if len(runs) == 1 else f"{run.name}, {label}"
-                found.append((steps, values, told, number if len(runs) == 1 else index))
+                style = last if number == len(parts) - 1 else "line"
+                found.append((steps, values, told, number if len(runs) == 1 else index, style))
     if not found:
         return None
-    highest = max(max(values) for _, values, _, _ in found) * 1e9
+    highest = max(max(values) for _, values, *_ in found) * 1e9
     unit, size = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
     lines = [
-        Line(steps, [value * 1e9 / size for value in values], told, color)
-        for steps, values, told, color in found
+        Line(steps, [value * 1e9 / size for value in values], told, color, style)
+        for steps, values, told, color, style in found
     ]
     return Plot(f"{key}-memory", f"{title}, {unit}", lines, from_zero=True)
 

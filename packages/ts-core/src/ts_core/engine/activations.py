@@ -266,7 +266,8 @@ class Activations:
             )
             self._say(f"{autos}: the first training step measures ({counts}), then decides")
         else:
-            self._say(f"{autos}: other activations stay, as this device's memory is the host's")
+            which = "activations" if set(self._modes) == {KEEP} else "other activations"
+            self._say(f"{autos}: {which} stay, as this device's memory is the host's")
 
     def _finish_probe(self) -> None:
         """The forward before this one was the probe, if it ran to its end."""

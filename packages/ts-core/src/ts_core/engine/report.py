@@ -11,6 +11,7 @@ from torch import nn
 from ts_core.engine.session import ATTRIBUTE, TrainStreamSession
 from ts_core.errors import StateError
 from ts_core.memory.arena import pinned_stats
+from ts_core.optim.read_guard import can_guard
 from ts_core.store.leaves import stored_bytes
 
 
@@ -110,7 +111,7 @@ def _params(session: TrainStreamSession) -> dict[str, Any]:
         "paged_blocks": list(session.plan.paged),
         "quantize": session.quantized.get("codec"),
         "quantized_blocks": sum(
-            any(type(p) is not nn.Parameter for p in block.parameters()) for block in session.blocks
+            not can_guard(list(block.parameters())) for block in session.blocks
         ),
         "outliers": session.quantized.get("outliers", 0.0),
         "block_bytes": sum(stored_bytes(p) for block in session.blocks for p in block.parameters()),

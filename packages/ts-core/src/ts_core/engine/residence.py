@@ -128,8 +128,12 @@ def plan_with_tables(
 def with_state(profile: ModelProfile, params: Sequence[nn.Parameter]) -> ModelProfile:
     """The profile with the state of all trained parameters on the device instead of the host."""
     gradients = sum(param.numel() * param.element_size() for param in params)
+    work = profile.work
+    if work is not None:  # the device updates: no host threads, and nothing of it on the link
+        work = replace(work, updates=0, gradient_bytes=0, updated_bytes=0)
     return replace(
         profile,
+        work=work,
         fixed_device=profile.fixed_device + device_bytes_needed(params) - gradients,
         trained=gradients,
         gradients_wait=True,

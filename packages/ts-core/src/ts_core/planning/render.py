@@ -16,7 +16,7 @@ _ACTIVATIONS = {KEEP: ("k", "green"), OFFLOAD: ("p", "yellow"), "recompute": ("r
 _BAR = 28
 _NAMES = {
     "resident_blocks": "blocks that stay",
-    "slots": "slots for the others",
+    "slots": "slots for streamed blocks",
     "fixed": "outside the blocks, norms, adapters",
     "taken_by_others": "taken by other tensors and torch",
     "gradients": "gradients at once",
