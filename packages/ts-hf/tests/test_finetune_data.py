@@ -458,6 +458,8 @@ def test_the_rows_of_a_part_say_of_how_many(
         lines[1].startswith("only as much is read as 10 steps of 2 rows need")
         and "epochs=1 reads all" in lines[1]
     )
+    _, lines = told(source, steps=10, batch_size=1, accumulation=1)
+    assert lines[1].startswith("only as much is read as 10 steps of 1 row need")
     train, lines = told(source, epochs=1.0)
     assert lines[0].startswith(f"{201 - held_out} rows to train on") and len(lines) == 1
     packed, lines = told(source, steps=3, packing=True)

@@ -72,6 +72,7 @@ def test_a_whole_run(settings: Callable[..., FinetuneConfig]) -> None:
         "checkpoint-4",
         "checkpoint-6",
     ]
+    assert f"{6 - len(memory['paged_blocks'])} stay on the device" in printed
     for words in ("held-out loss before", "Memory by tier", "device pool", "perplexity", "saved:"):
         assert words in printed
     assert not [p for p in output.iterdir() if p.name.startswith(".")]
@@ -149,7 +150,9 @@ def test_limit_too_small_for_a_layer(settings: Callable[..., FinetuneConfig]) ->
 
 def test_no_limit_streams_nothing(settings: Callable[..., FinetuneConfig]) -> None:
     config = settings(block_limit=None, steps=2)
-    assert run(config)[0] == 0
+    status, printed = run(config)
+    assert status == 0 and "6 layers as stored: all stay on the device" in printed
+    assert "resident layers" in printed and "slots" not in printed
     assert results_of(config)["memory"]["paged_blocks"] == []
 
 

@@ -84,8 +84,8 @@ def told_rows(config: FinetuneConfig, train: Rows, held_out: Rows, processes: in
     ]
     if train.of is not None:
         told.append(
-            f"only as much is read as {config.steps} steps of {rows_per_step(config, processes)} "
-            f"{what} need; epochs=1 reads all of it"
+            f"only as much is read as {config.steps} steps of {step_in_words(config, processes)} "
+            "need; epochs=1 reads all of it"
         )
     return [*told, *train.notes]
 
@@ -136,3 +136,10 @@ def planned_steps(config: FinetuneConfig, rows: int, processes: int = 1) -> int:
 def rows_per_step(config: FinetuneConfig, processes: int = 1) -> int:
     """Rows of one optimizer step, of all processes."""
     return config.batch_size * config.accumulation * processes
+
+
+def step_in_words(config: FinetuneConfig, processes: int = 1) -> str:
+    """What one optimizer step takes: "1 row", "8 pairs"."""
+    count = rows_per_step(config, processes)
+    noun = "pair" if config.method == "dpo" else "row"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -20,6 +20,7 @@ from ts_hf.cli.dataset import (
     make_rows,
     planned_steps,
     rows_per_step,
+    step_in_words,
     told_rows,
 )
 from ts_hf.cli.finish import check_merge
@@ -85,11 +86,11 @@ def dry_run(config: FinetuneConfig, console: Console | None = None) -> int:
 def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -> list[str]:
     steps = planned_steps(config, len(train), processes())
     per_step = rows_per_step(config, processes())
-    what = "pairs" if config.method == "dpo" else "rows"
+    step = step_in_words(config, processes())
     return [
         f"{len(documents[0])} documents or records to train on, {len(documents[1])} held out",
         *told_rows(config, train, held_out, processes()),
-        f"{steps} steps of {per_step} {what}: {steps * per_step / len(train):.2f} passes over them",
+        f"{steps} steps of {step}: {steps * per_step / len(train):.2f} passes over them",
     ]
 
 

@@ -83,16 +83,19 @@ def _memory_table(memory: dict[str, Any], block_count: int) -> Table:
     limit = memory["block_limit"]
     within = f" of a limit of {format_bytes(limit)}" if limit else ""
     pool = memory["device_pool_by_tag"]
+    placed, slots = "all stay on the device", ""
+    if paged:
+        placed = f"{block_count - paged} stay on the device, {paged} stream"
+        slots = f" and {memory['slots']} slots of {format_bytes(memory['slot_bytes'])}"
     table.add_row(
         "decoder layers",
         format_bytes(memory["block_bytes"]),
-        f"{block_count} layers as stored: {block_count - paged} stay on the device, {paged} stream",
+        f"{block_count} layers as stored: {placed}",
     )
     table.add_row(
         "device pool",
         format_bytes(sum(pool.values())),
-        f"resident layers and {memory['slots']} slots of {format_bytes(memory['slot_bytes'])}"
-        f"{within}",
+        f"resident layers{slots}{within}",
     )
     table.add_row("device peak", format_bytes(memory["device"]["peak_allocated"]), "most in use")
     table.add_row("pinned", format_bytes(memory["pinned"]), "host memory that crosses the link")
