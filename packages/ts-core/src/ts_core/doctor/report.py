@@ -64,7 +64,13 @@ def _rates(measure: bool) -> list[str]:
 
     profiles = [profile_hardware(force=True)] if measure else stored_profiles()[:1]
     return [
-        line for profile in profiles for line in [*profile.summary().splitlines(), profile.note]
+        line
+        for profile in profiles
+        for line in [
+            *profile.summary().splitlines(),
+            profile.note,
+            "measured while other work ran? trainstream doctor --measure measures anew",
+        ]
     ]
 
 

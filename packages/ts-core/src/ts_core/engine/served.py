@@ -111,17 +111,18 @@ def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str
     wanted = {"outliers": config.outliers, "nvfp4_backward": config.nvfp4_backward}
     if not any(wanted.values()):
         return 0.0
+    told = ", ".join(f"{name}={value!r}" for name, value in wanted.items() if value)
     stored = [p for p in model.parameters() if is_wrapper(p)]
     offered = (getattr(codecs.get(name), "configure_matmul", None) for name in _codecs_of(stored))
     configure = next((offer for offer in offered if offer is not None), None)
     if configure is None:
-        log(f"{wanted}: nothing to do, no stored weight has such products")
+        log(f"{told}: nothing to do, no stored weight has such products")
         return 0.0
     try:
         count = configure(model, **wanted)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    log(f"{wanted}: given to {count} stored weights; formats without such products ignore it")
+    log(f"{told}: given to {count} stored weights; formats without such products ignore it")
     if config.outliers is True or config.outliers == "auto":
         return OUTLIER_SHARE
     return float(config.outliers or 0.0)
