@@ -102,6 +102,9 @@ def test_saved_adapter_gives_the_reported_loss_in_plain_peft(
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
     assert loss == pytest.approx(results_of(config)["held_out_loss"]["after"], rel=1e-5)
+    card = (Path(config.output) / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert f"# Adapter of {tiny_llm.name}" in card and f"rank {config.lora_rank}" in card
+    assert str(tiny_llm.parent) not in card and "More Information Needed" not in card
 
 
 def test_full_fine_tune(settings: Callable[..., FinetuneConfig]) -> None:

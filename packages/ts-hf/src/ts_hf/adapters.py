@@ -12,7 +12,7 @@ from ts_hf.checkpoints.atomic import atomic_directory
 from ts_hf.families import find_decoder_layers
 
 
-def save_adapter(model: nn.Module, directory: str | Path) -> Path:
+def save_adapter(model: nn.Module, directory: str | Path, *, card: str | None = None) -> Path:
     """Write the PEFT adapter(s) of `model` as plain PEFT loads them.
 
     The folder (adapter_config.json, adapter_model.safetensors) appears complete or not at all; one
@@ -22,6 +22,7 @@ def save_adapter(model: nn.Module, directory: str | Path) -> Path:
     Args:
         model: a PEFT model, wrapped by trainstream or not.
         directory: where to write.
+        card: the text of its README.md; None leaves PEFT's, a form to be filled in.
 
     Returns:
         The folder.
@@ -38,6 +39,8 @@ def save_adapter(model: nn.Module, directory: str | Path) -> Path:
     target = Path(directory)
     with atomic_directory(target) as aside:
         model.save_pretrained(str(aside), state_dict=adapter_state_dict(model))  # type: ignore[operator]
+        if card is not None:
+            (aside / "README.md").write_text(card, encoding="utf-8")
     return target
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from ts_core.errors import DataError, OptionError, TrainStreamError
 from ts_hf.adapters import save_adapter
 from ts_hf.checkpoints.atomic import atomic_directory
+from ts_hf.cli.card import adapter_card
 from ts_hf.cli.model import load_tokenizer, model_folder
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.streaming import for_loading, parse_options
@@ -38,7 +39,8 @@ def check_merge(config: FinetuneConfig) -> None:
 def save_trained(config: FinetuneConfig, trainer: Any, tokenizer: Any, output: Path) -> Path:
     """Write adapter/ or model/; the folder appears whole or not at all."""
     if config.method != "full":
-        return save_adapter(trainer.model, output / "adapter")
+        card = adapter_card(config, trainer.state.global_step)
+        return save_adapter(trainer.model, output / "adapter", card=card)
     saved = output / "model"
     trainer.before_save()
     with atomic_directory(saved) as aside:
