@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ts_core import memory_report, unwrap, wrap
-from ts_core.engine import hosting, planning, wrapping
+from ts_core.engine import assembling, hosting, planning
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.budget import PageLockBudget
 from ts_core.testing import TinyModel, tiny_model, train
@@ -49,7 +49,6 @@ def test_the_ram_check_counts_only_what_stays_in_memory(
         return planning.replace(profile, in_host=0)
 
     monkeypatch.setattr(planning, "model_profile", from_elsewhere)
-    monkeypatch.setattr(wrapping, "model_profile", from_elsewhere)
     options: dict[str, Any] = {"device": "host", "param_offload": True, "quantize": "none"}
     machine(250_000, page_lock)
     with pytest.raises(OutOfBudgetError, match=r"host memory.*disk_offload"):
@@ -140,7 +139,7 @@ def test_without_room_in_memory_unwrapped_weights_stay_in_their_files(
     model(torch.zeros(1, 4, dtype=torch.long))
 
 
-@pytest.mark.parametrize("where", ["ParamPager", "_make_optimizer", "PlacementAdapter"])
+@pytest.mark.parametrize("where", ["ParamPager", "session_optimizer", "PlacementAdapter"])
 def test_a_wrap_that_fails_late_leaves_no_hooks_threads_or_files(
     machine: Callable[[int, int], None],
     tmp_path: Path,
@@ -158,7 +157,7 @@ def test_a_wrap_that_fails_late_leaves_no_hooks_threads_or_files(
         raise OutOfBudgetError("no room at the last moment")
 
     with monkeypatch.context() as patch:
-        patch.setattr(wrapping, where, fails)
+        patch.setattr(assembling, where, fails)
         with pytest.raises(OutOfBudgetError, match="last moment"):
             wrap(model, disk_offload=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
