@@ -7,9 +7,10 @@ keys and values are random, the same ones in each cache. Times are medians per t
 "peak GB" is the most device memory allocated meanwhile, "without weights" the same less the model;
 "tokens" says whether they are those of transformers' cache on the device, and otherwise from which
 on they differ, and how far the logits of the first token are from those, in standard deviations of
-the logits: resident layers are views with gaps, for which torch may take another attention kernel,
-and rounding decides between tokens that are close. `--kernel math` (or flash, efficient, cudnn) has
-every cache attend with that one. Without a GPU it runs small, on the host, to check that it runs.
+the logits. For resident layers handed out as views with gaps (`contiguous=False`) torch may take
+another attention kernel, and rounding decides between tokens that are close. `--kernel math` (or
+flash, efficient, cudnn) has every cache attend with that one. Without a GPU it runs small, on the
+host, to check that it runs.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def main() -> None:
             (f"trainstream, {count} of {asked.layers} resident", _ours(model, room, count))
             for count in (0, asked.layers // 2, asked.layers)
         ),
+        ("the same, as views with gaps", _ours(model, room, asked.layers, contiguous=False)),
     ]
     if cuda:
         offloaded = (
@@ -139,8 +141,8 @@ def _beside(found: Decoded, wanted: Decoded) -> str:
     return f"others from number {differ.index(True) + 1} on; logits within {apart:.1e}"
 
 
-def _ours(model: Any, room: int, count: int) -> Any:
-    return lambda: TrainStreamCache(model, room, resident_layers=count)
+def _ours(model: Any, room: int, count: int, contiguous: bool = True) -> Any:
+    return lambda: TrainStreamCache(model, room, resident_layers=count, contiguous=contiguous)
 
 
 def decode(

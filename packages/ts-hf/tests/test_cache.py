@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -224,16 +225,19 @@ def test_gpu_tokens_and_logits_of_the_default_cache(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("resident", [0, 2, 4])
-def test_a_long_context_with_one_attention_kernel(
-    device: str, resident: int, tiny_model: Callable[..., Any]
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_long_context(
+    device: str, resident: int, contiguous: bool, tiny_model: Callable[..., Any]
 ) -> None:
-    """Bit for bit, wherever layers are, once views with gaps do not choose another kernel."""
+    """Bit for bit, wherever layers are; views with gaps need one kernel to be named."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import DynamicCache
 
     model = tiny_model("llama", attn_implementation="sdpa").to(device, torch.bfloat16)
     context = 3000 if device == "cpu" else 65_000
-    ours = ts_hf.TrainStreamCache(model, context + 40, resident_layers=resident)
+    ours = ts_hf.TrainStreamCache(
+        model, context + 40, resident_layers=resident, contiguous=contiguous
+    )
     theirs = DynamicCache(config=model.config)
     heads = model.config.num_key_value_heads
     size = model.config.hidden_size // model.config.num_attention_heads
@@ -246,7 +250,7 @@ def test_a_long_context_with_one_attention_kernel(
     assert len(ours.paged.resident) == resident
     inputs = {"input_ids": torch.ones(1, context + 1, dtype=torch.long, device=device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    with sdpa_kernel(SDPBackend.MATH):
+    with contextlib.nullcontext() if contiguous else sdpa_kernel(SDPBackend.MATH):
         expected = generate(model, inputs, theirs)
         assert same(generate(model, inputs, ours), expected)
     assert ours.get_seq_length() == context + 12

@@ -72,8 +72,11 @@ class Mirror:
 
 @pytest.mark.parametrize("resident_layers", [0, 2, 3, 4, 5, "auto"])
 @pytest.mark.parametrize("page_tokens", [1, 4, 100])
-def test_equals_concatenation(resident_layers: Any, page_tokens: int) -> None:
-    cache = PagedKVCache(LAYERS, 40, resident_layers=resident_layers, page_tokens=page_tokens)
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_equals_concatenation(resident_layers: Any, page_tokens: int, contiguous: bool) -> None:
+    cache = PagedKVCache(
+        LAYERS, 40, resident_layers=resident_layers, page_tokens=page_tokens, contiguous=contiguous
+    )
     mirror = Mirror(cache)
     with inject_delays(1, max_ms=1.0):
         for tokens in (6, 1, 1, 1, 5, 1, 8, 1, 1):
@@ -92,14 +95,20 @@ def test_equals_concatenation(resident_layers: Any, page_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_how_what_is_handed_out_lies_in_memory(device: str) -> None:
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("resident_layers", [2, 4])
+def test_how_what_is_handed_out_lies_in_memory(
+    resident_layers: int, contiguous: bool, device: str
+) -> None:
     """Attention kernels are chosen by strides: paged layers are what concatenation gives.
 
-    Resident ones are views of memory that never moves, so that an update copies its own tokens
-    only; a head's tokens lie back to back, one head `max_tokens` behind the other.
+    Resident ones are too, or are views of memory that never moves, so that an update copies its own
+    tokens only; a head's tokens lie back to back, one head `max_tokens` behind the other.
     """
     most = 40
-    cache = PagedKVCache(4, most, resident_layers=2, page_tokens=4)
+    cache = PagedKVCache(
+        4, most, resident_layers=resident_layers, page_tokens=4, contiguous=contiguous
+    )
     held: dict[int, Any] = {}
     where: dict[int, tuple[int, ...]] = {}
     for tokens in (6, 1, 1, 5, 1, 8, 1):
@@ -114,15 +123,20 @@ def test_how_what_is_handed_out_lies_in_memory(device: str) -> None:
                 assert part.shape == expected.shape and part.dtype is expected.dtype
                 assert part.device == expected.device
                 _, heads, _, size = expected.shape
-                if layer in cache.resident:
+                if layer in cache.resident and not contiguous:
                     assert part.stride() == (heads * most * size, most * size, size, 1)
                     assert part.data_ptr() % 16 == 0
                 else:
                     assert part.is_contiguous() and part.stride() == expected.stride()
-            if layer in cache.resident:
+            if layer in cache.resident and not contiguous:
                 addresses = tuple(part.data_ptr() for part in found)
                 assert where.setdefault(layer, addresses) == addresses
-    assert len(cache.resident) == 2 and len(where) == 2
+    assert len(cache.resident) == resident_layers
+    assert len(where) == (0 if contiguous else resident_layers)
+    token = 2 * 3 * (4 + 6) * 4  # batch 2, 3 heads, fp32
+    paged = 4 - resident_layers
+    layers = resident_layers + (contiguous or paged > 0) + min(2, paged)
+    assert cache.memory()["device_bytes"] == token * (layers * most + paged * 4)
 
 
 def test_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,9 @@ class TrainStreamCache(Cache):  # type: ignore[misc]
     """A cache for `generate(past_key_values=...)` whose keys and values live in host memory.
 
     Tokens are those of transformers' own cache: greedy or sampled, any batch, left padding, several
-    prompts one after another, a prompt that goes on where the last one ended. Keys and values are
-    the same bit for bit; those of resident layers lie in memory with gaps, for which torch may take
-    another attention kernel on a GPU (a faster one, at times), whose rounding decides otherwise
-    between tokens that are close. Full attention only.
+    prompts one after another, a prompt that goes on where the last one ended. Attention gets the
+    same keys and values bit for bit, in the same strides, so torch takes the same kernel for them.
+    Full attention only.
     Call `reset()` before an unrelated prompt; a longer text than `max_tokens` raises `DataError`
     before anything is written.
 
@@ -33,6 +32,10 @@ class TrainStreamCache(Cache):  # type: ignore[misc]
         resident_layers: as for `PagedKVCache`.
         page_tokens: as for `PagedKVCache`.
         vram_fraction: as for `PagedKVCache`.
+        contiguous: hand resident layers to attention as transformers' cache does, for a copy of the
+            layer per token. False gives views with gaps instead: on a GPU, torch may take another
+            attention kernel for those (a faster one, at times), whose rounding decides otherwise
+            between tokens that are close.
 
     Attributes:
         paged: the `PagedKVCache`, with its stats and memory.
@@ -51,6 +54,7 @@ class TrainStreamCache(Cache):  # type: ignore[misc]
         resident_layers: int | str = "auto",
         page_tokens: int = 256,
         vram_fraction: float = 0.5,
+        contiguous: bool = True,
     ) -> None:
         inner = base_causal_lm(model)
         session = _session(model, inner)
@@ -60,6 +64,7 @@ class TrainStreamCache(Cache):  # type: ignore[misc]
             resident_layers=resident_layers,
             page_tokens=page_tokens,
             vram_fraction=vram_fraction,
+            contiguous=contiguous,
             device=None if session is None else session.device,
         )
         super().__init__(

@@ -33,6 +33,9 @@ class PagedKVCache:
             limit).
         page_tokens: tokens of a page.
         vram_fraction: share of free device memory that "auto" may use.
+        contiguous: hand out resident layers contiguous too, as concatenation does, for one copy of
+            the layer at each update and the memory of one more layer. Attention kernels are chosen
+            by strides, so the bits of an attention may depend on it.
         device: None for that of the first keys, else as for `wrap`.
 
     Raises:
@@ -47,6 +50,7 @@ class PagedKVCache:
         resident_layers: int | str = "auto",
         page_tokens: int = 256,
         vram_fraction: float = 0.5,
+        contiguous: bool = False,
         device: str | torch.device | Device | None = None,
     ) -> None:
         for name, value in (
@@ -71,6 +75,7 @@ class PagedKVCache:
         self.max_tokens = max_tokens
         self.page_tokens = min(page_tokens, max_tokens)
         self.vram_fraction = vram_fraction
+        self.contiguous = bool(contiguous)
         self._resident_layers = resident_layers
         self._device: Device | None = (
             device if isinstance(device, Device) or device is None else resolve_device(device)
@@ -92,8 +97,8 @@ class PagedKVCache:
 
         Returns:
             Keys [B, H, all tokens, K] and values [B, H, all tokens, V] on the device, valid until
-            the next `update`. Contiguous where the layer is paged; a view of `max_tokens` tokens
-            where it is resident.
+            the next `update`. Contiguous where the layer is paged; where it is resident, a view of
+            `max_tokens` tokens, or contiguous too if the cache was made so.
 
         Raises:
             DataError: more than `max_tokens` tokens, or another shape, dtype or device than before;
@@ -112,11 +117,7 @@ class PagedKVCache:
         new_tokens = self._checked(layer, keys, values)
         memory = self._memory or self._allocate(keys, values)
         with torch.no_grad():
-            resident = memory.resident.get(layer)
-            if resident is not None:
-                result = resident.append(length, (keys, values))
-            else:
-                result = memory.append(layer, length, (keys, values), self._lengths)
+            result = memory.append(layer, length, (keys, values), self._lengths)
         self._lengths[layer] = length + new_tokens
         self._stats.updates += 1
         return result
@@ -226,7 +227,12 @@ class PagedKVCache:
         # Never inference tensors, whatever mode the first update runs in.
         with torch.inference_mode(False):
             self._memory = CacheMemory(
-                layout, device, Spread(self.num_layers, count), self.max_tokens, self._stats
+                layout,
+                device,
+                Spread(self.num_layers, count),
+                self.max_tokens,
+                self._stats,
+                self.contiguous,
             )
         return self._memory
 
@@ -235,10 +241,14 @@ class PagedKVCache:
         if usable is None:
             return self.num_layers
         free = int((usable - device.memory()["allocated"]) * self.vram_fraction)
+
+        def needed(count: int) -> int:
+            return device_bytes(layout, self.num_layers, count, self.max_tokens, self.contiguous)
+
         for count in range(self.num_layers, -1, -1):
-            if device_bytes(layout, self.num_layers, count, self.max_tokens) <= free:
+            if needed(count) <= free:
                 return count
-        least = device_bytes(layout, self.num_layers, 0, self.max_tokens)
+        least = needed(0)
         raise OutOfBudgetError(
             f"a cache of {self.max_tokens} tokens needs {least} bytes of device memory even with "
             f"every layer paged, and {self.vram_fraction:.0%} of what is free are {free}: short by "

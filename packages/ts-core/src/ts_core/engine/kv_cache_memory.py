@@ -29,12 +29,14 @@ RAM_SHARE = 0.9
 TAG = "kv_cache"
 
 
-def device_bytes(layout: PageLayout, layers: int, resident: int, max_tokens: int) -> int:
+def device_bytes(
+    layout: PageLayout, layers: int, resident: int, max_tokens: int, contiguous: bool = False
+) -> int:
     """Device memory of a cache with `resident` of its layers on the device."""
     paged = layers - resident
     whole = layout.token_bytes * max_tokens
     if not paged:
-        return resident * whole
+        return (resident + contiguous) * whole
     slot = max_tokens // layout.page_tokens * layout.page_bytes
     return (resident + 1) * whole + paged * layout.page_bytes + min(SLOTS, paged) * slot
 
@@ -49,12 +51,16 @@ class CacheMemory:
         spread: Spread,
         max_tokens: int,
         stats: CacheStats,
+        contiguous: bool = False,
     ) -> None:
         self.layout = layout
         self.device = device
         self.order = spread.paged
         self.stats = stats
-        self.device_bytes = device_bytes(layout, spread.count, spread.resident, max_tokens)
+        self._contiguous = contiguous
+        self.device_bytes = device_bytes(
+            layout, spread.count, spread.resident, max_tokens, contiguous
+        )
         page_count = max_tokens // layout.page_tokens
         page_area = page_count * layout.page_bytes
         self.host_bytes = page_area * len(self.order)
@@ -70,8 +76,9 @@ class CacheMemory:
                 if layer not in self.order
             }
             self._paged: dict[int, PagedLayer] = {}
-            if self.order:
+            if self.order or contiguous:
                 self._work = self._take(whole)
+            if self.order:
                 self._ring = SlotRing(device, page_area, min(SLOTS, len(self.order)))
                 arena = default_arena()
                 fallbacks = arena.stats()["arena_fallbacks"]
@@ -88,7 +95,19 @@ class CacheMemory:
         self._stored: dict[int, Event] = {}  # slot -> its last copy to the host
 
     def append(self, layer: int, length: int, new: Pair, lengths: list[int]) -> Pair:
-        """Add `new` to a paged layer that holds `length` tokens; everything, contiguous."""
+        """Add `new` to a layer that holds `length` tokens; everything the layer holds then."""
+        resident = self.resident.get(layer)
+        if resident is None:
+            return self._append_to_pages(layer, length, new, lengths)
+        views = resident.append(length, new)
+        if not self._contiguous:
+            return views
+        everything = self.layout.whole(self._work, views[0].shape[2])
+        copy_pair(everything, views)
+        return everything
+
+    def _append_to_pages(self, layer: int, length: int, new: Pair, lengths: list[int]) -> Pair:
+        """`append` for a paged layer; contiguous."""
         layout, size = self.layout, self.layout.page_tokens
         state = self._paged[layer]
         total = length + new[0].shape[2]
