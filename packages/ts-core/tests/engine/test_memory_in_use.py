@@ -290,7 +290,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     """Twelve blocks of 106 MB, within 1.2 GiB (some stream) or, all trained, within 2.3 GiB.
 
     Of little memory torch's allocator leaves much in pieces, so a fifth is left to it, and nothing
-    is recorded.
+    is recorded. Few copies may be in flight: a busy host leaves gradients waiting, at most those.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -306,6 +306,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
         vram_limit=limit,
         vram_headroom=0.2,
         cuda_graphs=False,
+        max_inflight_bytes=32 << 20,
         **options,
     )
     expected: list[int | None] = []
@@ -320,7 +321,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
         expected.append(memory_report(model)["plan"]["expected"])
     report = memory_report(model)
     peak = torch.cuda.max_memory_allocated()
-    told = {name: report[name] for name in ("plan", "activations", "optimizer")}
+    told = str({name: report[name] for name in ("plan", "activations", "optimizer")})
     unwrap(model)
     assert peak <= limit, told
     assert expected[-1] == pytest.approx(peak, rel=0.10), told

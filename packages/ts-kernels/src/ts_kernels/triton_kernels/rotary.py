@@ -18,6 +18,19 @@ import triton.language as tl
 
 
 @triton.jit
+def rotate_pairs(a, b, cos_a, cos_b, sin_a, sin_b, BACKWARD: tl.constexpr):
+    """(a', b'), or their gradients. Which product an FMA leaves unrounded is written out: else the
+    compiler chooses, and each launch plan is compiled anew."""
+    if BACKWARD:
+        out_a = tl.fma(a, cos_a, b * sin_b)
+        out_b = tl.fma(b, cos_b, -a * sin_a)
+    else:
+        out_a = tl.fma(a, cos_a, -b * sin_a)
+        out_b = tl.fma(b, cos_b, a * sin_b)
+    return out_a, out_b
+
+
+@triton.jit
 def _load_pairs(
     rows,
     row_ok,
@@ -95,12 +108,7 @@ def _rotate_heads(
     source = in_ptr + batch * in_s0 + token * in_s2 + head * in_s1
     target = out_ptr + batch * out_s0 + token * out_s2 + head * out_s1
     a, b = _load_pairs(source, head_ok, HEADS, PAIRS, ROTARY, INTERLEAVED)
-    if BACKWARD:
-        out_a = a * cos_a + b * sin_b
-        out_b = b * cos_b - a * sin_a
-    else:
-        out_a = a * cos_a - b * sin_a
-        out_b = b * cos_b + a * sin_b
+    out_a, out_b = rotate_pairs(a, b, cos_a, cos_b, sin_a, sin_b, BACKWARD)
     _store_pairs(target, head_ok, out_a, out_b, HEADS, PAIRS, ROTARY, INTERLEAVED)
     if TAIL > 0:
         col = ROTARY + tl.arange(0, TAIL)

@@ -8,6 +8,8 @@ group of them; the loads of all groups are issued before the first is used.
 import triton
 import triton.language as tl
 
+from ts_kernels.triton_kernels.rotary import rotate_pairs
+
 
 @triton.jit
 def _load(
@@ -134,12 +136,7 @@ def _rotate_groups(
             FULL,
         )
     a, b = _as_pairs(first, second, HEADS, PAIRS, INTERLEAVED)
-    if BACKWARD:
-        out_a = a * cos_a + b * sin_b
-        out_b = b * cos_b - a * sin_a
-    else:
-        out_a = a * cos_a - b * sin_a
-        out_b = b * cos_b + a * sin_b
+    out_a, out_b = rotate_pairs(a, b, cos_a, cos_b, sin_a, sin_b, BACKWARD)
     _store(target, head_ok, out_a, out_b, HEADS, PAIRS, ROTARY, INTERLEAVED, FULL)
     if TAIL > 0:
         tl.store(target[:, None] + col[None, :], rest, mask=tail_ok)
