@@ -16,8 +16,9 @@ from ts_core import OffloadAdamW, wrap
 from ts_core.device.host import HostDevice
 from ts_core.memory.arena import default_arena
 from ts_core.optim import updates
-from ts_core.optim.hybrid import HybridSplit, Piece, split
+from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.rates import Rates, measure_rates
+from ts_core.optim.split import Bytes, Piece, split
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
 
@@ -56,6 +57,40 @@ def test_a_slow_link_leaves_all_to_the_host_and_a_slow_host_all_to_the_link() ->
     many = pieces(*[10] * 20)
     assert set(split(many, Rates(4e9, 1e9), 0).places) == {"host"}
     assert set(split(many, Rates(1e7, 45e9), 0).places) == {"zero_copy"}
+
+
+def test_other_copies_leave_less_of_the_link_to_updates() -> None:
+    """1.5 G values; without others 45 GB/s beside the host take 60 % of them."""
+    many = pieces(*[10] * 150)
+    alone = split(many, RATES, 0)
+    beside = split(many, RATES, 0, others=Bytes(4_000 * MILLION, 2_000 * MILLION))
+    assert 0 < beside.places.count("zero_copy") < alone.places.count("zero_copy")
+    assert alone.seconds < beside.seconds
+    assert abs(beside.host_s - beside.link_s) < 0.1 * beside.host_s
+    busy = split(many, RATES, 0, others=Bytes(100_000 * MILLION, 0))
+    assert set(busy.places) == {"host"}
+    # The busier direction decides: host threads need both, at 4 bytes a value each.
+    back = Bytes(0, 4_000 * MILLION)
+    assert split(many, RATES, 0, others=back) == split(many, RATES, 0, others=Bytes(*back[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("paged", "place", "copied", "moved"),
+    [
+        (False, "host", (4, 4), (4, 4)),
+        (False, "zero_copy", (0, 0), (8, 8)),
+        (False, "resident", (0, 0), (0, 0)),
+        (True, "host", (0, 4), (0, 4)),  # new values are for the loads of the block
+        (True, "zero_copy", (0, 4), (16, 16)),  # gradient out and in, weight and state in and out
+        (True, "resident", (0, 4), (8, 8)),
+    ],
+)
+def test_bytes_over_the_link(
+    paged: bool, place: str, copied: tuple[int, int], moved: tuple[int, int]
+) -> None:
+    piece = Piece(1, 4, False, paged=paged)
+    assert piece.copied_bytes(place) == copied
+    assert piece.link_bytes(place) == moved
 
 
 def test_room_counts_master_copies() -> None:
@@ -246,6 +281,45 @@ def test_a_host_that_takes_longer_than_planned_gets_less() -> None:
     after = optimizer.stats()["values_by_place"]
     assert after["host"] > before["host"]
     assert "host threads took" in lines[-1]
+
+
+def test_copies_of_others_are_measured() -> None:
+    """What a step copies besides is told apart from gradients and new values."""
+    params = [torch.nn.Parameter(torch.zeros(600, 1000)) for _ in range(24)]
+    lines: list[str] = []
+    device = Roomy()
+    copies = CopyEngine(device)
+    optimizer = OffloadAdamW(params, mode="hybrid", device=device, copies=copies)
+    optimizer.build()
+    optimizer.headroom = 1.0  # no room for state
+    inside = optimizer._updates
+    inside.split = HybridSplit(
+        device, lambda: Rates(4e6, 45e6), inside.room_bytes, lines.append, copied=inside._copied
+    )
+    size = 60 * MILLION
+    block, slot = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+
+    def steps(count: int, loads: int) -> dict[str, int]:
+        for _ in range(count):
+            for _ in range(loads):
+                copies.h2d(slot, block)
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.synchronize()
+            on_host = [b.place for b in optimizer.buckets if b.place.name == "host"]
+            for place in on_host:  # as fast as expected
+                place.seconds = inside.split.last.host_s / len(on_host)
+            optimizer.step()
+        return dict(optimizer.stats()["values_by_place"])
+
+    alone = steps(2, 0)
+    assert "beside copies" not in lines[-1]
+    few = steps(2, 1)
+    assert "beside copies of 0.06 GB to the device and 0.00 GB back" in lines[-1]
+    assert inside.split._others == (size, 0)
+    assert alone["host"] < few["host"]
+    steps(2, 1)
+    assert inside.split._others == (size, 0)  # though other buckets are on the host now
 
 
 def test_state_goes_back_when_a_step_took_too_much(lab: Any) -> None:

@@ -1,20 +1,18 @@
-"""Splitting optimizer state between device memory, the link and host threads.
+"""Optimizer state between device memory, the link and host threads, by measured speed.
 
-Host AdamW is bound by host memory, while the link in both directions and the device's memory lie
-idle. State that fits stays in device memory; the rest is split so that what the device reads and
-writes over the link and what host threads update finish together. The split follows from rates and
-room measured in the run, and is corrected from what the steps after it took.
+The split follows from rates, room and copies measured in the run, and is corrected from what the
+steps after it took.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ts_core.device.base import Device
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
+from ts_core.optim.split import NOTHING, Bytes, Piece, Split, in_words, split
 
 if TYPE_CHECKING:
     from ts_core.optim.adamw import OffloadAdamW
@@ -22,151 +20,7 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN = 2
 CORRECTIONS = 3
-# Host threads and the link share host memory. Beside each other they do about these shares of
-# their rates alone (H200, PCIe 5, 16 cores: 2.6 of 4.0 G values/s and 77 of 90 GB/s).
-HOST_BESIDE_LINK = 0.65
-LINK_BESIDE_HOST = 0.85
 _BALANCED = 0.1
-_SHARES = 50
-# Shares of the room that are tried for gradients which wait for updates over the link.
-_LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One bucket, for the split.
-
-    Attributes:
-        values: parameter values.
-        param_bytes: of the parameter.
-        has_master: whether there is an fp32 copy of it.
-        paged: the parameter is in host memory: updates by the device read and write it there.
-        host_only: the device cannot reach it there.
-        waits: an update by the device finds its gradient in device memory at the end of backward,
-            where it would have left for the host otherwise.
-    """
-
-    values: int
-    param_bytes: int
-    has_master: bool
-    paged: bool = False
-    host_only: bool = False
-    waits: bool = False
-
-    @property
-    def state_bytes(self) -> int:
-        """fp32 state of the bucket, in bytes."""
-        return self.values * (12 if self.has_master else 8)
-
-    def device_bytes(self, place: str) -> int:
-        """Device memory that this place takes for the whole of a step: of state, of gradients."""
-        if place == "host":
-            return 0
-        waiting = self.param_bytes if self.waits and not self.paged else 0
-        return waiting + (self.state_bytes if place == "resident" else 0)
-
-    def link_bytes(self, place: str) -> int:
-        """What an update in this place moves over the link, in the busier direction."""
-        if place == "host":  # the gradient one way, new values the other
-            return self.param_bytes
-        state = 0 if place == "resident" else self.state_bytes
-        # Paged: besides the weight itself its gradient, which has left the device before.
-        return state + (2 * self.param_bytes if self.paged else 0)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A place per bucket, and the seconds that host threads and the link should need."""
-
-    places: tuple[str, ...]
-    host_s: float
-    link_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Of the slower side."""
-        return max(self.host_s, self.link_s)
-
-
-def split(
-    pieces: Sequence[Piece], rates: Rates, room_bytes: int, host_factor: float = 1.0
-) -> Split:
-    """Choose a place for each bucket (a pure function).
-
-    As much state as fits is resident, the largest buckets first (their gradient comes last, and
-    they would take longest). Of the rest a share goes to host threads, spread through the stack so
-    that both sides have work all the time. Where gradients wait on the device for updates over the
-    link, some room may be better left to those than to state.
-
-    Args:
-        pieces: the buckets, in order of the groups.
-        rates: measured.
-        room_bytes: device memory that state may fill, and gradients that wait beside it.
-        host_factor: correction of the host's rate, from how long its part really took.
-
-    Returns:
-        The split with the least time.
-    """
-    shares = _LEFT_TO_GRADIENTS if any(piece.waits for piece in pieces) else (0.0,)
-    found = [_filled(pieces, rates, room_bytes, left, host_factor) for left in shares]
-    return min(found, key=lambda split: split.seconds)
-
-
-def _filled(
-    pieces: Sequence[Piece], rates: Rates, room_bytes: int, left: float, host_factor: float
-) -> Split:
-    """The best split that leaves this share of the room to gradients of updates over the link."""
-    for_gradients = int(left * room_bytes)
-    room_bytes -= for_gradients
-    places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
-    for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
-        size = pieces[index].device_bytes("resident")
-        if size <= room_bytes and not pieces[index].host_only:
-            places[index] = "resident"
-            room_bytes -= size
-    candidates = [
-        _with_host_share(pieces, places, share / _SHARES, rates, host_factor)
-        for share in range(_SHARES + 1)
-    ]
-    room_bytes += for_gradients
-    fitting = [found for found in candidates if _linked_bytes(pieces, found) <= room_bytes]
-    return min(fitting or candidates[-1:], key=lambda found: found.seconds)
-
-
-def _linked_bytes(pieces: Sequence[Piece], found: Split) -> int:
-    """Device memory of what is not resident and yet updated by the device."""
-    return sum(
-        piece.device_bytes(place)
-        for piece, place in zip(pieces, found.places, strict=True)
-        if place == "zero_copy"
-    )
-
-
-def _with_host_share(
-    pieces: Sequence[Piece],
-    places: Sequence[str],
-    share: float,
-    rates: Rates,
-    host_factor: float,
-) -> Split:
-    chosen = list(places)
-    owed = 0.0
-    for index, piece in enumerate(pieces):
-        if chosen[index] == "resident":
-            continue
-        if piece.host_only:
-            owed -= piece.values * (1 - share)
-            continue
-        owed += share * piece.values
-        if owed >= piece.values / 2 and share > 0:
-            chosen[index] = "host"
-            owed -= piece.values
-    on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
-    link_bytes = sum(piece.link_bytes(place) for piece, place in zip(pieces, chosen, strict=True))
-    both = on_host and "zero_copy" in chosen
-    host_rate = rates.host * host_factor * (HOST_BESIDE_LINK if both else 1.0)
-    link_rate = rates.link * (LINK_BESIDE_HOST if both else 1.0)
-    return Split(tuple(chosen), on_host / host_rate, link_bytes / link_rate)
 
 
 class HybridSplit:
@@ -178,6 +32,7 @@ class HybridSplit:
         room: device memory in bytes that state may take beyond what it takes now.
         say: told of every decision.
         waits: whether gradients wait for the end of backward: for their norm, say.
+        copied: bytes that have been copied over the link so far, by anybody.
     """
 
     def __init__(
@@ -187,12 +42,16 @@ class HybridSplit:
         room: Callable[[], int],
         say: Callable[[str], None],
         waits: Callable[[], bool] = lambda: False,
+        copied: Callable[[], Bytes] = lambda: NOTHING,
     ) -> None:
         self._device = device
         self._measure = measure
         self._room = room
         self._say = say
         self._waits = waits
+        self._copied = copied
+        self._since = (0, copied())  # steps and bytes when the split in force began
+        self._others = NOTHING
         self._steps = 0
         self._corrections = 0
         self._factor = 1.0
@@ -208,10 +67,13 @@ class HybridSplit:
     def after_step(self, optimizer: OffloadAdamW) -> None:
         """Called at the end of each step()."""
         self._steps += 1
+        if self._steps == 1:
+            self._since = (1, self._copied())
         if self._corrections > CORRECTIONS or self._steps % STEPS_BETWEEN:
             return
         self._corrections += 1
         optimizer.synchronize()
+        self._others = self._beside(optimizer)
         if self._rates is None or self.last is None:
             self._rates = self._rates or self._measure()
             self._apply(optimizer, "measured")
@@ -229,6 +91,18 @@ class HybridSplit:
                 self._factor /= ratio
         self._apply(optimizer, f"after {self._steps} steps: host threads took {took * 1000:.0f} ms")
 
+    def _beside(self, optimizer: OffloadAdamW) -> Bytes:
+        """What a step copies that is not for updates, on average since the last change."""
+        steps, before = self._since
+        count, now = max(self._steps - steps, 1), self._copied()
+        own = NOTHING
+        for piece, bucket in zip(self._pieces(optimizer.buckets), optimizer.buckets, strict=True):
+            own += piece.copied_bytes(bucket.place.name)
+        found = [
+            max((b - a) // count - mine, 0) for a, b, mine in zip(before, now, own, strict=True)
+        ]
+        return Bytes(*found)
+
     def away(self, buckets: Sequence[Bucket]) -> tuple[int, float]:
         """(bytes of state that could be in device memory and is not, seconds that it costs a step).
 
@@ -238,7 +112,9 @@ class HybridSplit:
         elsewhere = [bucket for bucket in buckets if not bucket.place.device_bytes()]
         pieces = self._pieces(elsewhere)
         size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
-        return size, split(pieces, self._rates, 0, self._factor).seconds if pieces else 0.0
+        if not pieces:
+            return size, 0.0
+        return size, split(pieces, self._rates, 0, self._factor, self._others).seconds
 
     def give_back(self, optimizer: OffloadAdamW, excess: int) -> bool:
         """Take at least `excess` bytes of state from device memory; whether any went."""
@@ -279,28 +155,11 @@ class HybridSplit:
         assert self._rates is not None
         if room is None:
             room = max(self._room() + self._taken(optimizer), 0)
-        found = split(pieces, self._rates, room, self._factor)
+        found = split(pieces, self._rates, room, self._factor, self._others)
         changed = self.last is None or found.places != self.last.places
         if changed:
             optimizer.place_state(found.places)
-            self._say(_in_words(pieces, found, self._rates, why))
+            self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()
+        self._since = (self._steps, self._copied())
         self.last = found
-
-
-def _in_words(pieces: Sequence[Piece], found: Split, rates: Rates, why: str) -> str:
-    total = sum(piece.values for piece in pieces) or 1
-
-    def share(name: str) -> str:
-        values = sum(
-            p.values for p, place in zip(pieces, found.places, strict=True) if place == name
-        )
-        return f"{values / total:.0%}"
-
-    return (
-        f"optimizer split ({why}; host {rates.host / 1e9:.2f} G values/s, link "
-        f"{rates.link / 1e9:.1f} GB/s each way): {share('resident')} of the state in device "
-        f"memory, {share('zero_copy')} read and written over the link, {share('host')} by host "
-        f"threads; expected {found.link_s * 1000:.0f} ms of link, {found.host_s * 1000:.0f} ms of "
-        f"host"
-    )

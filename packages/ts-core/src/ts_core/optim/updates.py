@@ -21,6 +21,7 @@ from ts_core.optim.norms import Verdict
 from ts_core.optim.options import StepOptions
 from ts_core.optim.pipeline import UpdatePipeline
 from ts_core.optim.rates import Rates, measure_rates
+from ts_core.optim.split import Bytes
 from ts_core.optim.storage import Storage
 from ts_core.store.homes import TrainedHome
 
@@ -101,7 +102,14 @@ class Updates:
                 self.room_bytes,
                 self._say,
                 lambda: self.options.gradients_wait,
+                self._copied,
             )
+
+    def _copied(self) -> Bytes:
+        """What has gone over the link by copies so far, whoever asked for them."""
+        assert self.storage.copies is not None
+        totals = self.storage.copies.stats()
+        return Bytes(totals["h2d"].bytes, totals["d2h"].bytes)
 
     def _measure_rates(self) -> Rates:
         """Of an idle link: updates by the device may still be reading and writing over it."""

@@ -1,0 +1,218 @@
+"""Splitting optimizer state between device memory, the link and host threads.
+
+Host AdamW is bound by host memory, while the link in both directions and the device's memory lie
+idle. State that fits stays in device memory; the rest is split so that what the device reads and
+writes over the link, beside all else that a step copies, and what host threads update finish
+together. A pure function; `HybridSplit` measures what it needs and applies what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ts_core.optim.rates import Rates
+
+# Host threads and the link share host memory. Beside each other they do about these shares of
+# their rates alone (H200, PCIe 5, 16 cores: 2.6 of 4.0 G values/s and 77 of 90 GB/s).
+HOST_BESIDE_LINK = 0.65
+LINK_BESIDE_HOST = 0.85
+_SHARES = 50
+# Shares of the room that are tried for gradients which wait for updates over the link.
+_LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
+
+
+class Bytes(NamedTuple):
+    """Bytes over the link, in each direction."""
+
+    to_device: int
+    to_host: int
+
+    def __add__(self, other: tuple[int, ...]) -> Bytes:  # type: ignore[override]
+        return Bytes(self[0] + other[0], self[1] + other[1])
+
+
+NOTHING = Bytes(0, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One bucket, for the split.
+
+    Attributes:
+        values: parameter values.
+        param_bytes: of the parameter.
+        has_master: whether there is an fp32 copy of it.
+        paged: the parameter is in host memory: updates by the device read and write it there.
+        host_only: the device cannot reach it there.
+        waits: an update by the device finds its gradient in device memory at the end of backward,
+            where it would have left for the host otherwise.
+    """
+
+    values: int
+    param_bytes: int
+    has_master: bool
+    paged: bool = False
+    host_only: bool = False
+    waits: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """fp32 state of the bucket, in bytes."""
+        return self.values * (12 if self.has_master else 8)
+
+    def device_bytes(self, place: str) -> int:
+        """Device memory that this place takes for the whole of a step: of state, of gradients."""
+        if place == "host":
+            return 0
+        waiting = self.param_bytes if self.waits and not self.paged else 0
+        return waiting + (self.state_bytes if place == "resident" else 0)
+
+    def copied_bytes(self, place: str) -> Bytes:
+        """What is copied for an update in this place: new values, and the gradient."""
+        to_device = self.param_bytes if place == "host" and not self.paged else 0
+        return Bytes(to_device, self.param_bytes if place == "host" or self.paged else 0)
+
+    def link_bytes(self, place: str) -> Bytes:
+        """What is copied for an update in this place, or read and written by the device."""
+        copied = self.copied_bytes(place)
+        if place == "host":
+            return copied
+        state = 0 if place == "resident" else self.state_bytes
+        # Paged: the weight is in host memory, and its gradient, which has left the device before.
+        weight = self.param_bytes if self.paged else 0
+        return Bytes(state + 2 * weight + copied.to_device, state + weight + copied.to_host)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A place per bucket, and the seconds that host threads and the link should need."""
+
+    places: tuple[str, ...]
+    host_s: float
+    link_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the slower side."""
+        return max(self.host_s, self.link_s)
+
+
+def split(
+    pieces: Sequence[Piece],
+    rates: Rates,
+    room_bytes: int,
+    host_factor: float = 1.0,
+    others: Bytes = NOTHING,
+) -> Split:
+    """Choose a place for each bucket (a pure function).
+
+    As much state as fits is resident, the largest buckets first (their gradient comes last, and
+    they would take longest). Of the rest a share goes to host threads, spread through the stack so
+    that both sides have work all the time. Where gradients wait on the device for updates over the
+    link, some room may be better left to those than to state.
+
+    Args:
+        pieces: the buckets, in order of the groups.
+        rates: measured.
+        room_bytes: device memory that state may fill, and gradients that wait beside it.
+        host_factor: correction of the host's rate, from how long its part really took.
+        others: what a step copies besides: streamed weights, paged activations.
+
+    Returns:
+        The split with the least time.
+    """
+    shares = _LEFT_TO_GRADIENTS if any(piece.waits for piece in pieces) else (0.0,)
+    found = [_filled(pieces, rates, room_bytes, left, host_factor, others) for left in shares]
+    return min(found, key=lambda split: split.seconds)
+
+
+def _filled(
+    pieces: Sequence[Piece],
+    rates: Rates,
+    room_bytes: int,
+    left: float,
+    host_factor: float,
+    others: Bytes,
+) -> Split:
+    """The best split that leaves this share of the room to gradients of updates over the link."""
+    for_gradients = int(left * room_bytes)
+    room_bytes -= for_gradients
+    places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
+    for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
+        size = pieces[index].device_bytes("resident")
+        if size <= room_bytes and not pieces[index].host_only:
+            places[index] = "resident"
+            room_bytes -= size
+    candidates = [
+        _with_host_share(pieces, places, share / _SHARES, rates, host_factor, others)
+        for share in range(_SHARES + 1)
+    ]
+    room_bytes += for_gradients
+    fitting = [found for found in candidates if _linked_bytes(pieces, found) <= room_bytes]
+    return min(fitting or candidates[-1:], key=lambda found: found.seconds)
+
+
+def _linked_bytes(pieces: Sequence[Piece], found: Split) -> int:
+    """Device memory of what is not resident and yet updated by the device."""
+    return sum(
+        piece.device_bytes(place)
+        for piece, place in zip(pieces, found.places, strict=True)
+        if place == "zero_copy"
+    )
+
+
+def _with_host_share(
+    pieces: Sequence[Piece],
+    places: Sequence[str],
+    share: float,
+    rates: Rates,
+    host_factor: float,
+    others: Bytes,
+) -> Split:
+    chosen = list(places)
+    owed = 0.0
+    for index, piece in enumerate(pieces):
+        if chosen[index] == "resident":
+            continue
+        if piece.host_only:
+            owed -= piece.values * (1 - share)
+            continue
+        owed += share * piece.values
+        if owed >= piece.values / 2 and share > 0:
+            chosen[index] = "host"
+            owed -= piece.values
+    on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
+    moved = others
+    for piece, place in zip(pieces, chosen, strict=True):
+        moved += piece.link_bytes(place)
+    both = on_host and "zero_copy" in chosen
+    host_rate = rates.host * host_factor * (HOST_BESIDE_LINK if both else 1.0)
+    link_rate = rates.link * (LINK_BESIDE_HOST if both else 1.0)
+    return Split(tuple(chosen), on_host / host_rate, max(moved) / link_rate)
+
+
+def in_words(
+    pieces: Sequence[Piece], found: Split, rates: Rates, why: str, others: Bytes = NOTHING
+) -> str:
+    """The split as an event tells it."""
+    total = sum(piece.values for piece in pieces) or 1
+
+    def share(name: str) -> str:
+        values = sum(
+            p.values for p, place in zip(pieces, found.places, strict=True) if place == name
+        )
+        return f"{values / total:.0%}"
+
+    beside = ""
+    if max(others) >= 1_000_000:
+        to_device, to_host = (size / 1e9 for size in others)
+        beside = f", beside copies of {to_device:.2f} GB to the device and {to_host:.2f} GB back"
+    return (
+        f"optimizer split ({why}; host {rates.host / 1e9:.2f} G values/s, link "
+        f"{rates.link / 1e9:.1f} GB/s each way): {share('resident')} of the state in device "
+        f"memory, {share('zero_copy')} read and written over the link, {share('host')} by host "
+        f"threads; expected {found.link_s * 1000:.0f} ms of link, {found.host_s * 1000:.0f} ms of "
+        f"host{beside}"
+    )
