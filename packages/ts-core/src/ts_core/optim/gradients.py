@@ -40,6 +40,11 @@ class Sealed:
             self.summed.result()
         return self.flat
 
+    def landed(self) -> bool:
+        """Whether `land` would not wait."""
+        arrived = self.arrived is None or self.arrived.query()
+        return arrived and (self.summed is None or self.summed.done())
+
     def ready(self, device: Device) -> list[Event]:
         """Events after which `flat` may be read by the device (worker thread).
 

@@ -14,6 +14,7 @@ from ts_core.optim.buckets import Bucket, Measured
 from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.held import HeldGradients
 from ts_core.optim.layout import Hyper
+from ts_core.optim.newest_first import NewestFirst
 from ts_core.optim.norms import NormParts, Verdict
 from ts_core.optim.options import StepOptions
 from ts_core.optim.places import Update
@@ -23,8 +24,9 @@ from ts_core.transfer import CopyEngine
 class UpdatePipeline:
     """One thread for host updates and norms, one that queues device updates.
 
-    Both take their work in order and sleep while there is none. A norm is queued on the host thread
-    before the updates that need its verdict, so waiting for it cannot lock up.
+    Both sleep while there is no work, and take it in order but for host updates during backward, of
+    which the newest comes first. A norm is queued on the host thread before the updates that need
+    its verdict, so waiting for it cannot lock up.
 
     Args:
         guard_reads: change the class of parameters in flight, so that every read waits.
@@ -34,6 +36,7 @@ class UpdatePipeline:
         self.guard_reads = guard_reads
         self._host = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw")
         self._device = ThreadPoolExecutor(1, thread_name_prefix="trainstream-adamw-device")
+        self._newest_first = NewestFirst["Event | None"](self._host)
         self._measured: dict[int, Future[Measured]] = {}
         self._averaged: dict[Bucket, Future[Measured]] = {}
         self._on_device: set[int] = set()
@@ -141,13 +144,14 @@ class UpdatePipeline:
     def launch_during_backward(
         self, bucket: Bucket, hyper: Hyper, device: Device, limit_bytes: int
     ) -> None:
-        """`launch`, and gradients on the device take at most `limit_bytes` until they are read.
+        """`launch`; gradients on the device take at most `limit_bytes` until they are read.
 
+        Host threads take the newest gradients first, whose weights the next forward reads first.
         The device's updates are then what bounds the step, so a backward that waits for them loses
         nothing.
         """
         if not bucket.gradients_stay:
-            self.launch(bucket, hyper, None)
+            self.launch(bucket, hyper, None, newest_first=True)
             return
         if self._held is None:
             self._held = HeldGradients(device)
@@ -165,6 +169,7 @@ class UpdatePipeline:
         hyper: Hyper,
         verdict: Future[Verdict] | None,
         held: HeldGradients | None = None,
+        newest_first: bool = False,
     ) -> read_guard.Flight:
         """Queue a closed bucket's update; reads of its parameters wait from here on.
 
@@ -172,6 +177,7 @@ class UpdatePipeline:
             bucket, hyper: which, and how.
             verdict: what the update waits for; None for nothing.
             held: keeps its gradients; None: the place of its state does.
+            newest_first: a host update goes before others whose gradients came earlier.
         """
         trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
         if bucket.used is None:  # not during backward: what was written since the close counts
@@ -181,7 +187,7 @@ class UpdatePipeline:
             bucket.mark_written()
             update = bucket.take_update(hyper)
             update.held = held is not None
-            job = self._queue(bucket, update, verdict)
+            job = self._queue(bucket, update, verdict, newest_first)
             if held is not None:
                 held.add(job, update.gradients.flat)
             flight = bucket.flew(job, guards)
@@ -190,7 +196,11 @@ class UpdatePipeline:
         return flight
 
     def _queue(
-        self, bucket: Bucket, update: Update, verdict: Future[Verdict] | None
+        self,
+        bucket: Bucket,
+        update: Update,
+        verdict: Future[Verdict] | None,
+        newest_first: bool,
     ) -> Future[Event | None]:
         place = bucket.place
         averaged = self._averaged.pop(bucket, None)
@@ -207,6 +217,8 @@ class UpdatePipeline:
                 scale = found.scale
             return place.update(update, scale)
 
+        if newest_first and not place.on_device:
+            return self._newest_first.submit(work, update.gradients.landed)
         worker = self._device if place.on_device else self._host
         return worker.submit(work)
 
