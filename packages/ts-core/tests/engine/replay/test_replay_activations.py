@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -166,3 +167,15 @@ def test_what_was_asked_for_is_paged(
     model, replayed, _ = run(monkeypatch, True, 4.0, **options)
     assert eager.differences(replayed) == []
     assert memory_report(model)["activations"]["offloaded_blocks"]
+
+
+def test_what_is_kept_may_use_half_of_the_headroom(
+    monkeypatch: pytest.MonkeyPatch, recorders: list[HostRecorder]
+) -> None:
+    """It is there at a step's peak, recorded or not, so a few bytes over the plan's target are no
+    reason to run blocks eagerly; the other half stays for what nobody counts."""
+    model, _, _ = run(monkeypatch, True, 40.0)
+    session = model._trainstream_session
+    limit = session.device.limit
+    session.config = dataclasses.replace(session.config, vram_headroom=0.2)
+    assert session.replay._keeper._room_bytes() == int(limit * 0.9) - POOL

@@ -42,7 +42,9 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         usable = None if now is None else now.device.usable_bytes()
         if now is None or usable is None:
             return None
-        target = int(usable * (1 - now.config.vram_headroom))
+        # What backward needs is there at a step's peak, at a fixed place or not; so a little more
+        # than the plan's target may be taken, rather than to run a few blocks eagerly.
+        target = int(usable * (1 - now.config.vram_headroom / 2))
         # The pool of the recordings is free in torch's count, and nobody else may have it.
         return target - now.device.memory()["allocated"] - recorder.pool_bytes()
 
