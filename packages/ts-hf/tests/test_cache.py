@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -229,7 +228,10 @@ def test_gpu_tokens_and_logits_of_the_default_cache(
 def test_a_long_context(
     device: str, resident: int, contiguous: bool, tiny_model: Callable[..., Any]
 ) -> None:
-    """Bit for bit, wherever layers are; views with gaps need one kernel to be named."""
+    """Bit for bit, wherever layers are; views with gaps need one kernel to be named.
+
+    cuDNN's, torch's first choice on Hopper, is left out: it makes a plan for each length.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import DynamicCache
 
@@ -250,7 +252,8 @@ def test_a_long_context(
     assert len(ours.paged.resident) == resident
     inputs = {"input_ids": torch.ones(1, context + 1, dtype=torch.long, device=device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    with contextlib.nullcontext() if contiguous else sdpa_kernel(SDPBackend.MATH):
+    any_other = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(any_other if contiguous else [SDPBackend.MATH]):
         expected = generate(model, inputs, theirs)
         assert same(generate(model, inputs, ours), expected)
     assert ours.get_seq_length() == context + 12
