@@ -74,6 +74,32 @@ def test_other_copies_leave_less_of_the_link_to_updates() -> None:
     assert split(many, RATES, 0, others=back) == split(many, RATES, 0, others=Bytes(*back[::-1]))
 
 
+def test_weights_that_stream_are_the_last_that_the_device_updates() -> None:
+    """Full 1.5B within 8 GB: a third of the weights stays, the rest streams (8 GB of loads)."""
+    stays = pieces(233, *[47] * 6)
+    streams = [replace(piece, paged=True) for piece in pieces(*[47] * 22)]
+    mixed = [*stays[:4], *streams[:11], *stays[4:], *streams[11:]]
+    rates = Rates(host=4.8e9, link=43e9)
+    found = split(mixed, rates, 0, others=Bytes(7_900 * MILLION, 0))
+    by_device = [p for p, at in zip(mixed, found.places, strict=True) if at == "zero_copy"]
+    assert by_device and not any(piece.paged for piece in by_device)
+    assert found.seconds < 0.35
+    everywhere = split(mixed, Rates(host=1e7, link=43e9), 0)
+    assert set(everywhere.places) == {"zero_copy"}
+    room = split(mixed, rates, 8 * 47 * MILLION)  # the largest does not fit
+    assert [mixed[k].paged for k, at in enumerate(room.places) if at == "resident"] == [False]
+
+
+def test_what_only_the_host_can_reach_counts_as_its_share() -> None:
+    half = pieces(*[10] * 100)
+    bound = [
+        replace(p, paged=True, host_only=True) if k % 4 == 0 else p for k, p in enumerate(half)
+    ]
+    free, found = split(half, RATES, 0), split(bound, RATES, 0)
+    assert all(found.places[k] == "host" for k in range(0, 100, 4))
+    assert abs(found.places.count("host") - free.places.count("host")) <= 4
+
+
 @pytest.mark.parametrize(
     ("paged", "place", "copied", "moved"),
     [

@@ -8,7 +8,7 @@ together. A pure function; `HybridSplit` measures what it needs and applies what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,7 +111,8 @@ def split(
 
     As much state as fits is resident, the largest buckets first (their gradient comes last, and
     they would take longest). Of the rest a share goes to host threads, spread through the stack so
-    that both sides have work all the time. Where gradients wait on the device for updates over the
+    that both sides have work all the time. Weights that stream come last to the device, since their
+    updates there move twice the bytes. Where gradients wait on the device for updates over the
     link, some room may be better left to those than to state.
 
     Args:
@@ -141,7 +142,7 @@ def _filled(
     for_gradients = int(left * room_bytes)
     room_bytes -= for_gradients
     places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
-    for index in sorted(range(len(pieces)), key=lambda index: -pieces[index].values):
+    for index in sorted(range(len(pieces)), key=lambda k: (pieces[k].paged, -pieces[k].values)):
         size = pieces[index].device_bytes("resident")
         if size <= room_bytes and not pieces[index].host_only:
             places[index] = "resident"
@@ -173,23 +174,36 @@ def _with_host_share(
     others: Bytes,
 ) -> Split:
     chosen = list(places)
-    owed = 0.0
-    for index, piece in enumerate(pieces):
-        if chosen[index] == "resident":
-            continue
-        if piece.host_only:
-            owed -= piece.values * (1 - share)
-            continue
-        owed += share * piece.values
-        if owed >= piece.values / 2 and share > 0:
+    movable = [index for index, place in enumerate(places) if place == "zero_copy"]
+    elsewhere = sum(piece.values for piece in pieces if piece.host_only)
+    total = elsewhere + sum(pieces[index].values for index in movable)
+    by_device = total - max(share * total, elsewhere)
+    for paged in (False, True):
+        alike = [index for index in movable if pieces[index].paged == paged]
+        size = sum(pieces[index].values for index in alike)
+        part = min(by_device, size)
+        by_device -= part
+        for index in _spread(pieces, alike, size - part, size):
             chosen[index] = "host"
-            owed -= piece.values
     on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
     moved = others
     for piece, place in zip(pieces, chosen, strict=True):
         moved += piece.link_bytes(place)
     host_s, link_s = _side_by_side(on_host / (rates.host * host_factor), max(moved) / rates.link)
     return Split(tuple(chosen), host_s, link_s)
+
+
+def _spread(
+    pieces: Sequence[Piece], indices: Sequence[int], part: float, size: int
+) -> Iterator[int]:
+    """Those of `indices`, evenly among them, that hold about `part` of all their `size` values."""
+    owed = 0.0
+    for index in indices:
+        values = pieces[index].values
+        owed += part / size * values
+        if owed >= values / 2 and part > 0:
+            yield index
+            owed -= values
 
 
 def _side_by_side(host_s: float, link_s: float) -> tuple[float, float]:
