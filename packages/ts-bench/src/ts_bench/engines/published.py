@@ -62,12 +62,12 @@ class PublishedEngine:
         old: Any = sys.modules["trainstream"]
         if old.__version__ != VERSION:
             raise UnsupportedError(f"{FOLDER} holds trainstream {old.__version__}, not {VERSION}")
-        quantized = scenario.base in ("nf4", "int8")
+        kind = scenario.base if scenario.base in ("nf4", "int8") else "none"
         with tempfile.TemporaryDirectory() as folder, _random_on(device):
             config_of(scenario).save_pretrained(folder)
             model: nn.Module = hf.load_model(
                 folder,
-                quantize=scenario.base if quantized else "none",
+                quantize=kind,
                 dtype=torch.float32 if scenario.base == "fp32" else torch.bfloat16,
                 random_weights=True,
             )
@@ -77,8 +77,9 @@ class PublishedEngine:
             model = add_adapters(model, scenario)
         optimizer = torch.optim.AdamW(trainable(model), lr=LEARNING_RATE)
         clip = scenario.max_grad_norm
+        # It refuses quantized weights unless their kind is named again.
         model, wrapped = hf.wrap_hf(
-            model, optimizer, device=device, max_grad_norm=clip, quantize="none"
+            model, optimizer, device=device, max_grad_norm=clip, quantize=kind
         )
         head = hf.lm_head_of(model)
 
