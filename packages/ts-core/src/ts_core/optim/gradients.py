@@ -12,6 +12,7 @@ from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.layout import FlatPieces
 from ts_core.optim.parts import PartSums
+from ts_core.optim.without_grad import without_grad
 from ts_core.transfer import CopyEngine
 
 
@@ -104,7 +105,7 @@ class Gradients:
             held = self._stage
         return 0 if held is None else held.numel() * held.element_size()
 
-    @torch.no_grad()
+    @without_grad
     def absorb(
         self,
         pending: dict[int, torch.Tensor],
@@ -145,7 +146,7 @@ class Gradients:
             self._single = None
             self._summed = self._parts.add(self._host, flat, behind)
 
-    @torch.no_grad()
+    @without_grad
     def seal(self, counts: Sequence[int], norm: torch.Tensor | None) -> tuple[Sealed, bool]:
         """All gradients of the step are here.
 

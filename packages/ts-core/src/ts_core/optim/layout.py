@@ -11,9 +11,11 @@ import torch
 
 from ts_core.device.base import Event
 from ts_core.errors import StateError
+from ts_core.optim.without_grad import without_grad
 
 SMALL_BYTES = 1 << 20
 BUCKET_BYTES = 16 << 20
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 PAD = 256  # elements; the block of 8-bit moments, so that a parameter starts one
 
 
@@ -33,12 +35,12 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
-@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor; any other tensor itself."""
-    if not is_sharded(tensor):
+    if type(tensor) in _ORDINARY or not is_sharded(tensor):
         return tensor
-    part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
 
 
@@ -156,7 +158,7 @@ class FlatLayout(FlatPieces):
         """The parameter's values may not be those that its state is for: as if just written."""
         self._seen[position] = (-1, -1)
 
-    @torch.no_grad()
+    @without_grad
     def foreign_writes(self) -> list[int]:
         """Positions whose values somebody else wrote since `note_values`; noted now.
 
