@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -69,6 +71,80 @@ def test_an_error_is_that_of_its_own_work() -> None:
     assert (jobs[0].result(), jobs[2].result()) == (1, 3)
     with pytest.raises(ValueError, match="mine"):
         jobs[1].result()
+
+
+def test_an_error_in_asking_is_for_the_work_to_find() -> None:
+    """A device that has failed raises at every question; nobody is to wait for ever then."""
+    held, order = Held(), list[int]()
+    queue = NewestFirst[None](held.worker)
+
+    def broken() -> bool:
+        raise RuntimeError("the device is gone")
+
+    jobs = [queue.submit(lambda k=k: order.append(k), broken) for k in range(3)]
+    held.go()
+    for job in jobs:
+        job.result(timeout=5.0)
+    assert sorted(order) == [0, 1, 2]
+
+
+def test_work_that_no_worker_takes_is_not_kept() -> None:
+    worker = ThreadPoolExecutor(1)
+    queue = NewestFirst[int](worker)
+    assert queue.submit(lambda: 1, lambda: True).result() == 1
+    worker.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        queue.submit(lambda: 2, lambda: True)
+    assert queue._waiting == []
+
+
+def test_an_error_does_not_keep_its_work() -> None:
+    """It goes with its future, without a collection of garbage."""
+    held = Held()
+    queue = NewestFirst[None](held.worker)
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    job = queue.submit(fail, lambda: True)
+    held.go()
+    gone = weakref.ref(job)
+    gc.disable()
+    try:
+        del job
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_what_waits_for_readers_of_old_values_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Updates in place write where copies that were queued before still read."""
+    device = HostDevice()
+    params = [torch.nn.Parameter(torch.ones(520, 520)) for _ in range(3)]
+    optimizer = OffloadAdamW(params, eager=True, device=device, copies=CopyEngine(device))
+    optimizer.build()
+    begin, read = threading.Event(), threading.Event()
+    optimizer._updates.pipeline.on_host(lambda: begin.wait() and None)
+    reader = device.new_stream("reader")
+    device.launch(reader, lambda: read.wait() and None)
+    layout = optimizer.buckets[optimizer._updates.where[params[0]][0]].layout
+    monkeypatch.setattr(layout, "begin_update", lambda: [reader.record()])
+    for param in reversed(params):
+        param.grad = torch.ones_like(param)
+        optimizer._on_gradient(param)
+    newest, *others = (optimizer.flight_of(param) for param in params)
+    begin.set()
+    try:
+        for flight in others:
+            flight._job.result(timeout=10.0)
+        assert not newest.ran()
+    finally:
+        read.set()
+    optimizer.step()
+    optimizer.synchronize()
+    assert all(torch.equal(param, params[0]) for param in params)
 
 
 @pytest.mark.parametrize("seed", range(8))

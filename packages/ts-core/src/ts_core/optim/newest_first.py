@@ -36,11 +36,14 @@ class NewestFirst(Generic[Result]):
         self._lock = threading.Lock()
 
     def submit(self, run: Callable[[], Result], ready: Callable[[], bool]) -> Future[Result]:
-        """Queue `run`; `ready()` says, without waiting, whether it would run at once."""
+        """Queue `run`; `ready()` says, without waiting, whether it would run at once.
+
+        What `ready` raises is for `run` to find: it runs then.
+        """
         work = _Work[Result](Future(), run, ready)
         with self._lock:
+            self._worker.submit(self._run_one)  # may raise; there is as much work as calls
             self._waiting.append(work)
-        self._worker.submit(self._run_one)
         return work.future
 
     def _run_one(self) -> None:
@@ -48,11 +51,21 @@ class NewestFirst(Generic[Result]):
         # So the oldest work that is left has nothing to wait for that is queued behind this call.
         with self._lock:
             newest = range(len(self._waiting) - 1, 0, -1)
-            index = next((k for k in newest if self._waiting[k].ready()), 0)
+            index = next((k for k in newest if _ready(self._waiting[k])), 0)
             work = self._waiting.pop(index)
+        future, run = work.future, work.run
+        del work
         try:
-            result = work.run()
+            result = run()
         except BaseException as error:
-            work.future.set_exception(error)
+            future.set_exception(error)
+            del future, run  # the error knows this frame, and must not keep what it worked on
         else:
-            work.future.set_result(result)
+            future.set_result(result)
+
+
+def _ready(work: _Work[Result]) -> bool:
+    try:
+        return work.ready()
+    except Exception:  # a device that has failed: whoever waits for the work is to hear of it
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -218,7 +219,7 @@ class UpdatePipeline:
             return place.update(update, scale)
 
         if newest_first and not place.on_device:
-            return self._newest_first.submit(work, update.gradients.landed)
+            return self._newest_first.submit(work, functools.partial(place.ready, update))
         worker = self._device if place.on_device else self._host
         return worker.submit(work)
 

@@ -73,6 +73,10 @@ class Place(ABC):
     def update(self, update: Update, scale: float) -> Event | None:
         """Run it (worker thread); returns the event of the new values' arrival, or None if done."""
 
+    def ready(self, update: Update) -> bool:
+        """Whether `update` would not make the worker thread wait."""
+        return update.gradients.landed()
+
     @abstractmethod
     def live(self) -> dict[str, torch.Tensor]:
         """Flat fp32 tensors of the state that may be handed out as they are, by name."""
@@ -175,6 +179,11 @@ class HostPlace(Place):
                     )
         self.seconds = time.perf_counter() - start
         return event
+
+    def ready(self, update: Update) -> bool:
+        in_place = self._param_h is None
+        unread = not in_place or all(reader.query() for reader in update.behind)
+        return unread and super().ready(update)
 
     def _wait(self, reader: Event) -> None:
         event = reader.started() if isinstance(reader, PendingCopy) else reader
