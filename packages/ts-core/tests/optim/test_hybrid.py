@@ -17,6 +17,7 @@ from ts_core.device.host import HostDevice
 from ts_core.memory.arena import default_arena
 from ts_core.optim import updates
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates, measure_rates
 from ts_core.optim.split import Bytes, Piece, _side_by_side, split
 from ts_core.testing import inject_delays
@@ -328,43 +329,89 @@ def test_a_host_that_takes_longer_than_planned_gets_less() -> None:
     assert "host threads took" in lines[-1]
 
 
-def test_copies_of_others_are_measured() -> None:
-    """What a step copies besides is told apart from gradients and new values."""
-    params = [torch.nn.Parameter(torch.zeros(600, 1000)) for _ in range(24)]
-    lines: list[str] = []
-    device = Roomy()
-    copies = CopyEngine(device)
-    optimizer = OffloadAdamW(params, mode="hybrid", device=device, copies=copies)
-    optimizer.build()
-    optimizer.headroom = 1.0  # no room for state
-    inside = optimizer._updates
-    inside.split = HybridSplit(
-        device, lambda: Rates(4e6, 45e6), inside.room_bytes, lines.append, copied=inside._copied
-    )
+class Loads:
+    """An optimizer of large weights, and steps that copy blocks of `size` bytes besides."""
+
     size = 60 * MILLION
-    block, slot = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
 
-    def steps(count: int, loads: int) -> dict[str, int]:
+    def __init__(self, lines: list[str], measured: int = 0, **options: Any) -> None:
+        self.params = [torch.nn.Parameter(torch.zeros(600, 1000)) for _ in range(24)]
+        device = Roomy()
+        self.copies = CopyEngine(device)
+        self.optimizer = OffloadAdamW(
+            self.params, mode="hybrid", device=device, copies=self.copies, **options
+        )
+        self.optimizer.build()
+        self.optimizer.headroom = 1.0  # no room for state
+        inside = self.optimizer._updates
+        assert inside.split is not None
+        self.split = inside.split
+        self.split._say = lines.append
+        self.split._measure = lambda: self.load(measured) or Rates(4e6, 45e6)
+        self._block, self._slot = (torch.zeros(self.size, dtype=torch.uint8) for _ in range(2))
+
+    def load(self, count: int) -> None:
         for _ in range(count):
-            for _ in range(loads):
-                copies.h2d(slot, block)
-            for param in params:
-                param.grad = torch.ones_like(param)
-            optimizer.synchronize()
-            on_host = [b.place for b in optimizer.buckets if b.place.name == "host"]
-            for place in on_host:  # as fast as expected
-                place.seconds = inside.split.last.host_s / len(on_host)
-            optimizer.step()
-        return dict(optimizer.stats()["values_by_place"])
+            self.copies.h2d(self._slot, self._block)
 
-    alone = steps(2, 0)
+    def steps(self, count: int, loads: int) -> dict[str, int]:
+        for _ in range(count):
+            self.load(loads)
+            for _ in range(self.optimizer.accumulation_steps):
+                for param in self.params:
+                    param.grad = torch.ones_like(param)
+                    self.optimizer._on_gradient(param)
+            on_host = [b.place for b in self.optimizer.buckets if b.place.name == "host"]
+            for place in on_host:  # as fast as expected
+                assert self.split.last is not None
+                place.seconds = self.split.last.host_s / len(on_host)
+            self.optimizer.step()
+        return dict(self.optimizer.stats()["values_by_place"])
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_copies_of_others_are_measured(passes: int) -> None:
+    """What a step copies besides is told apart from gradients of every pass, and new values."""
+    lines: list[str] = []
+    run = Loads(lines, accumulation_steps=passes, eager=False)
+    alone = run.steps(2, 0)
     assert "beside copies" not in lines[-1]
-    few = steps(2, 1)
+    few = run.steps(2, 1)
     assert "beside copies of 0.06 GB to the device and 0.00 GB back" in lines[-1]
-    assert inside.split._others == (size, 0)
+    assert run.split._others == (run.size, 0)
     assert alone["host"] < few["host"]
-    steps(2, 1)
-    assert inside.split._others == (size, 0)  # though other buckets are on the host now
+    run.steps(2, 1)
+    assert run.split._others == (run.size, 0)  # though other buckets are on the host now
+
+
+def test_only_copies_of_steps_that_count_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of rates, of steps while others take memory, or new values of a step before."""
+    update = HostPlace.update
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.01)
+        return update(*args)
+
+    monkeypatch.setattr(HostPlace, "update", slow)
+    run = Loads([], measured=7)
+    run.steps(1, 0)
+    run.optimizer.state_away()  # measures rates
+    run.steps(2, 0)
+    assert run.split.last is not None and run.split._others == (0, 0)
+    run.steps(1, 0)
+    run.optimizer.split_waits = lambda: True
+    assert run.steps(3, 5)["host"]
+    run.optimizer.split_waits = None
+    run.steps(2, 1)
+    assert run.split._others == (run.size, 0)
+
+
+def test_state_elsewhere_costs_what_it_adds_to_other_copies() -> None:
+    run = Loads([])
+    run.steps(2, 0)
+    size, alone = run.split.away(run.optimizer.buckets)
+    run.split._others = Bytes(1000 * MILLION, 0)  # 22 s of link
+    assert size and 0 < run.split.away(run.optimizer.buckets)[1] <= 1.5 * alone
 
 
 def test_state_goes_back_when_a_step_took_too_much(lab: Any) -> None:

@@ -299,8 +299,11 @@ class OffloadAdamW(PlacedState):
         updates.step()
         if self.after_step is not None:
             self.after_step()
-        if updates.split is not None and not (self.split_waits and self.split_waits()):
-            updates.split.after_step(self)
+        if updates.split is not None:
+            if self.split_waits and self.split_waits():
+                updates.split.leave_out()
+            else:
+                updates.split.after_step(self)
 
     def give_state_back(self, excess: int) -> bool:
         """A step took `excess` bytes of device memory more than it should.

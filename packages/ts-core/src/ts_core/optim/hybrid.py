@@ -33,6 +33,7 @@ class HybridSplit:
         say: told of every decision.
         waits: whether gradients wait for the end of backward: for their norm, say.
         copied: bytes that have been copied over the link so far, by anybody.
+        passes: backward passes of a step.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class HybridSplit:
         say: Callable[[str], None],
         waits: Callable[[], bool] = lambda: False,
         copied: Callable[[], Bytes] = lambda: NOTHING,
+        passes: Callable[[], int] = lambda: 1,
     ) -> None:
         self._device = device
         self._measure = measure
@@ -50,7 +52,8 @@ class HybridSplit:
         self._say = say
         self._waits = waits
         self._copied = copied
-        self._since = (0, copied())  # steps and bytes when the split in force began
+        self._passes = passes
+        self._since: tuple[int, Bytes] | None = None  # steps and bytes when counting began
         self._others = NOTHING
         self._steps = 0
         self._corrections = 0
@@ -61,15 +64,24 @@ class HybridSplit:
     def start_again(self) -> None:
         """The buckets are others now: split them as at first, with the rates known."""
         self._steps = 0
+        self._since = None
         self._corrections = 0
         self.last = None
+
+    def leave_out(self) -> None:
+        """Called in place of `after_step` after a step that is not like those to come."""
+        self._since = None
+        self._steps -= self._steps % STEPS_BETWEEN
 
     def after_step(self, optimizer: OffloadAdamW) -> None:
         """Called at the end of each step()."""
         self._steps += 1
-        if self._steps == 1:
-            self._since = (1, self._copied())
-        if self._corrections > CORRECTIONS or self._steps % STEPS_BETWEEN:
+        if self._corrections > CORRECTIONS:
+            return
+        if self._since is None:
+            optimizer.synchronize()  # new values of this step are not of the next
+            self._since = (self._steps, self._copied())
+        if self._steps % STEPS_BETWEEN:
             return
         self._corrections += 1
         optimizer.synchronize()
@@ -92,7 +104,8 @@ class HybridSplit:
         self._apply(optimizer, f"after {self._steps} steps: host threads took {took * 1000:.0f} ms")
 
     def _beside(self, optimizer: OffloadAdamW) -> Bytes:
-        """What a step copies that is not for updates, on average since the last change."""
+        """What a step copies that is not for updates, on average since counting began."""
+        assert self._since is not None
         steps, before = self._since
         count, now = max(self._steps - steps, 1), self._copied()
         own = NOTHING
@@ -108,13 +121,16 @@ class HybridSplit:
 
         Measures the rates if they are not known.
         """
-        self._rates = self._rates or self._measure()
+        if self._rates is None:
+            self._rates = self._measure()
+            self.leave_out()  # its copies are not of a step
         elsewhere = [bucket for bucket in buckets if not bucket.place.device_bytes()]
         pieces = self._pieces(elsewhere)
         size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
         if not pieces:
             return size, 0.0
-        return size, split(pieces, self._rates, 0, self._factor, self._others).seconds
+        seconds = split(pieces, self._rates, 0, self._factor, self._others).seconds
+        return size, seconds - max(self._others) / self._rates.link
 
     def give_back(self, optimizer: OffloadAdamW, excess: int) -> bool:
         """Take at least `excess` bytes of state from device memory; whether any went."""
@@ -134,7 +150,7 @@ class HybridSplit:
         )
 
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
-        waits = self._waits()
+        waits, passes = self._waits(), self._passes()
         return [
             Piece(
                 bucket.layout.numel,
@@ -143,6 +159,7 @@ class HybridSplit:
                 bucket.home is not None,
                 bucket.home is not None and not bucket.home.addressable(self._device),
                 waits,
+                1 if bucket.layout.many else passes,
             )
             for bucket in buckets
         ]

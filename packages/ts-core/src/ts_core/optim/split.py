@@ -49,6 +49,8 @@ class Piece:
         host_only: the device cannot reach it there.
         waits: an update by the device finds its gradient in device memory at the end of backward,
             where it would have left for the host otherwise.
+        passes: copies of its gradient in a step, where it leaves: one for each backward pass, but
+            for parameters whose gradients leave together.
     """
 
     values: int
@@ -57,6 +59,7 @@ class Piece:
     paged: bool = False
     host_only: bool = False
     waits: bool = False
+    passes: int = 1
 
     @property
     def state_bytes(self) -> int:
@@ -71,9 +74,10 @@ class Piece:
         return waiting + (self.state_bytes if place == "resident" else 0)
 
     def copied_bytes(self, place: str) -> Bytes:
-        """What is copied for an update in this place: new values, and the gradient."""
+        """What is copied for an update in this place: new values, and gradients."""
         to_device = self.param_bytes if place == "host" and not self.paged else 0
-        return Bytes(to_device, self.param_bytes if place == "host" or self.paged else 0)
+        leaves = place == "host" or self.paged
+        return Bytes(to_device, self.passes * self.param_bytes if leaves else 0)
 
     def link_bytes(self, place: str) -> Bytes:
         """What is copied for an update in this place, or read and written by the device."""
@@ -110,10 +114,11 @@ def split(
     """Choose a place for each bucket (a pure function).
 
     As much state as fits is resident, the largest buckets first (their gradient comes last, and
-    they would take longest). Of the rest a share goes to host threads, spread through the stack so
-    that both sides have work all the time. Weights that stream come last to the device, since their
-    updates there move twice the bytes. Where gradients wait on the device for updates over the
-    link, some room may be better left to those than to state.
+    they would take longest); that of weights that stream only where the link is fast enough. Of the
+    rest a share goes to host threads, spread through the stack so that both sides have work all the
+    time. Weights that stream come last to the device, since their updates there move twice the
+    bytes; but those need no room. Where gradients wait on the device for updates over the link,
+    some room may be better left to those than to state.
 
     Args:
         pieces: the buckets, in order of the groups.
@@ -126,7 +131,12 @@ def split(
         The split with the least time.
     """
     shares = _LEFT_TO_GRADIENTS if any(piece.waits for piece in pieces) else (0.0,)
-    found = [_filled(pieces, rates, room_bytes, left, host_factor, others) for left in shares]
+    streaming = (True, False) if any(piece.paged for piece in pieces) else (True,)
+    found = [
+        _filled(pieces, rates, room_bytes, left, host_factor, others, paged)
+        for paged in streaming
+        for left in shares
+    ]
     return min(found, key=lambda split: split.seconds)
 
 
@@ -137,32 +147,26 @@ def _filled(
     left: float,
     host_factor: float,
     others: Bytes,
+    paged: bool,
 ) -> Split:
-    """The best split that leaves this share of the room to gradients of updates over the link."""
+    """The best split that leaves this share of the room to gradients of updates over the link.
+
+    `paged`: state of weights that stream may fill the room too.
+    """
     for_gradients = int(left * room_bytes)
     room_bytes -= for_gradients
     places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda k: (pieces[k].paged, -pieces[k].values)):
-        size = pieces[index].device_bytes("resident")
-        if size <= room_bytes and not pieces[index].host_only:
+        piece, size = pieces[index], pieces[index].device_bytes("resident")
+        if size <= room_bytes and not piece.host_only and (paged or not piece.paged):
             places[index] = "resident"
             room_bytes -= size
+    room_bytes += for_gradients
     candidates = [
-        _with_host_share(pieces, places, share / _SHARES, rates, host_factor, others)
+        _with_host_share(pieces, places, share / _SHARES, rates, room_bytes, host_factor, others)
         for share in range(_SHARES + 1)
     ]
-    room_bytes += for_gradients
-    fitting = [found for found in candidates if _linked_bytes(pieces, found) <= room_bytes]
-    return min(fitting or candidates[-1:], key=lambda found: found.seconds)
-
-
-def _linked_bytes(pieces: Sequence[Piece], found: Split) -> int:
-    """Device memory of what is not resident and yet updated by the device."""
-    return sum(
-        piece.device_bytes(place)
-        for piece, place in zip(pieces, found.places, strict=True)
-        if place == "zero_copy"
-    )
+    return min(candidates, key=lambda found: found.seconds)
 
 
 def _with_host_share(
@@ -170,9 +174,11 @@ def _with_host_share(
     places: Sequence[str],
     share: float,
     rates: Rates,
+    room_bytes: int,
     host_factor: float,
     others: Bytes,
 ) -> Split:
+    """The host gets `share` of what is not resident, and what waits where `room_bytes` is full."""
     chosen = list(places)
     movable = [index for index, place in enumerate(places) if place == "zero_copy"]
     elsewhere = sum(piece.values for piece in pieces if piece.host_only)
@@ -181,10 +187,17 @@ def _with_host_share(
     for paged in (False, True):
         alike = [index for index in movable if pieces[index].paged == paged]
         size = sum(pieces[index].values for index in alike)
-        part = min(by_device, size)
-        by_device -= part
+        waiting = sum(pieces[index].device_bytes("zero_copy") for index in alike)
+        part = min(by_device, size, room_bytes / waiting * size if waiting else size)
         for index in _spread(pieces, alike, size - part, size):
             chosen[index] = "host"
+        for index in alike:
+            needed = pieces[index].device_bytes("zero_copy")
+            if needed > room_bytes:
+                chosen[index] = "host"
+            if chosen[index] != "host":
+                room_bytes -= needed
+                by_device = max(0, by_device - pieces[index].values)
     on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
     moved = others
     for piece, place in zip(pieces, chosen, strict=True):
@@ -197,11 +210,13 @@ def _spread(
     pieces: Sequence[Piece], indices: Sequence[int], part: float, size: int
 ) -> Iterator[int]:
     """Those of `indices`, evenly among them, that hold about `part` of all their `size` values."""
+    if part <= 0:
+        return
     owed = 0.0
     for index in indices:
         values = pieces[index].values
         owed += part / size * values
-        if owed >= values / 2 and part > 0:
+        if owed >= values / 2:
             yield index
             owed -= values
 

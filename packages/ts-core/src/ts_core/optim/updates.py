@@ -103,6 +103,7 @@ class Updates:
                 self._say,
                 lambda: self.options.gradients_wait,
                 self._copied,
+                lambda: self.options.accumulation,
             )
 
     def _copied(self) -> Bytes:
