@@ -209,6 +209,8 @@ def test_the_optimizer_updates_what_the_next_forward_reads_first(
             for param in params:
                 found = torch.tanh(found @ param)
             found.square().sum().backward()
+            if delays is None:
+                optimizer._updates.storage.copies.synchronize()  # all gradients are there
             gate.set()
             optimizer.step()
             optimizer.zero_grad()
