@@ -145,13 +145,15 @@ def training_arguments(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def lora() -> Callable[..., Any]:
-    """lora(model, seed=0, **changes): the model with PEFT LoRA; skips where peft is missing."""
+    """lora(model, seed=0, autocast=True, **changes): the model with PEFT LoRA, its adapters in
+    fp32 unless `autocast` is False; skips where peft is missing."""
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
 
-    def make(model: Any, *, seed: int = 0, **changes: Any) -> Any:
+    def make(model: Any, *, seed: int = 0, autocast: bool = True, **changes: Any) -> Any:
         torch.manual_seed(seed)
         fields: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-        adapted = peft.get_peft_model(model, peft.LoraConfig(**{**fields, **changes}))
+        config = peft.LoraConfig(**{**fields, **changes})
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():  # B starts at zero, which would hide errors in A's gradient
             for name, parameter in adapted.named_parameters():

@@ -29,7 +29,7 @@ def _losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", ["lora-quantized", "full", "full-bf16"])
+@pytest.mark.parametrize("kind", ["lora-quantized", "lora-bf16", "full", "full-bf16"])
 @pytest.mark.parametrize("save_steps", [3, 4])
 def test_resume_is_exact(
     kind: str,
@@ -53,6 +53,9 @@ def test_resume_is_exact(
             codec = request.getfixturevalue("codec")
             model = ts_hf.load_model(folder, quantize=codec, dtype=torch.float32)
             model = request.getfixturevalue("lora")(model, lora_dropout=0.2)
+        elif kind == "lora-bf16":
+            model = ts_hf.load_model(folder, quantize=None, dtype=torch.bfloat16)
+            model = request.getfixturevalue("lora")(model, autocast=False, lora_dropout=0.2)
         else:
             dtype = torch.bfloat16 if kind == "full-bf16" else torch.float32
             model = ts_hf.load_model(folder, quantize=None, dtype=dtype, attention_dropout=0.1)
@@ -79,6 +82,9 @@ def test_resume_is_exact(
     assert _losses(resumed) == _losses(whole)
     wanted, found = _trained(whole.model), _trained(resumed.model)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    assert {name: value.dtype for name, value in wanted.items()} == {
+        name: value.dtype for name, value in found.items()
+    }
     one, other = whole.optimizer.state_dict(), resumed.optimizer.state_dict()
     for index, entry in one["state"].items():
         for key, value in entry.items():
@@ -206,17 +212,27 @@ def test_checkpoint_contents_and_rotation(
     assert all("ts_pinned_gb" in line for line in state["log_history"])
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 def test_best_model_is_kept_and_loaded(
+    adapters: bool,
     tmp_path: Path,
     tiny_model: Callable[..., Any],
+    request: pytest.FixtureRequest,
     token_rows: Callable[..., Any],
     training_arguments: Callable[..., Any],
 ) -> None:
-    """The learning rate is far too high, so an early checkpoint stays the best."""
+    """The learning rate is far too high, so an early checkpoint stays the best.
+
+    Adapters in bf16 stay in it, though PEFT loads them as fp32.
+    """
+    model = tiny_model("llama")
+    if adapters:
+        model = request.getfixturevalue("lora")(model.to(torch.bfloat16), autocast=False)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trainer = ts_hf.TrainStreamTrainer(
-        model=tiny_model("llama"),
+        model=model,
         args=training_arguments(
-            learning_rate=0.1,
+            learning_rate=1.0 if adapters else 0.1,
             lr_scheduler_type="constant",
             save_strategy="steps",
             save_steps=1,
@@ -234,6 +250,7 @@ def test_best_model_is_kept_and_loaded(
     assert best < STEPS
     assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+    assert {name: param.dtype for name, param in trainer.model.named_parameters()} == dtypes
 
 
 # -- killed -------------------------------------------------------------------------------------

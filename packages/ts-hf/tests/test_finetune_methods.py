@@ -239,6 +239,14 @@ def test_evaluation_on_the_way_and_given_prompts(begin: Callable[..., FinetuneCo
     ]
 
 
+def test_prompts_are_put_as_the_rows_are(begin: Callable[..., FinetuneConfig]) -> None:
+    """Learning from plain prompts and completions, without the chat template."""
+    rows = [{"prompt": f"question {k}: ", "completion": "answer"} for k in range(24)]
+    config = begin(rows, prompts=("hello",))
+    _run(config)
+    assert [line["prompt"] for line in lines_of(config, "sample")] == ["hello"] * 2
+
+
 @pytest.mark.parametrize("into", ["original", "dequantized"])
 def test_merged_at_the_end(into: str, begin: Callable[..., FinetuneConfig], codec: str) -> None:
     from peft import PeftModel

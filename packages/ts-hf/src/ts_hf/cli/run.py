@@ -34,7 +34,7 @@ from ts_hf.cli.model import load_for_training, load_tokenizer, model_folder
 from ts_hf.cli.progress import Interruption, ProgressCallback
 from ts_hf.cli.report import PlainConsole, memory_by_tier, plot_run, print_report
 from ts_hf.cli.rows import Rows, split_sources
-from ts_hf.cli.samples import generate, prompt_tokens
+from ts_hf.cli.samples import are_turns, generate, prompt_tokens
 from ts_hf.cli.settings import FinetuneConfig
 from ts_hf.cli.sources import Document, check_sources
 from ts_hf.cli.team import Team
@@ -89,6 +89,7 @@ class _Run:
         self.team = team
         self.device = device
         self.history: History | None = None
+        self._turns = True
         self.notes: dict[str, Any] = team.lead(self._open)
         if not team.first:
             self.folder = RunFolder(config, self.notes)
@@ -155,6 +156,7 @@ class _Run:
         documents = split_sources(
             config.data, config.held_out, config.held_out_share, pairs=config.method == "dpo"
         )
+        self._turns = are_turns(documents[0])
         tokenizer = load_tokenizer(config, folder)
         torch.manual_seed(config.seed)
         started = time.perf_counter()
@@ -163,6 +165,7 @@ class _Run:
         inner = model if config.method == "full" else model.get_base_model()
         self.console.print(
             f"{config.model}: {inner.trainstream_load.summary()}; {trained:,} trained values; "
+            f"{self.notes['dtype']} on {self.device}; "
             f"ready after {time.perf_counter() - started:.1f} s"
         )
         self.notes["device"] = self.device
@@ -236,7 +239,9 @@ class _Run:
         self.folder.keep(steps=steps)
         if checkpoint is not None:
             self.console.print(f"continuing after step {done}, from {checkpoint}")
-        prompts = prompt_tokens(tokenizer, config.prompts, held_out.openings, config.samples)
+        prompts = prompt_tokens(
+            tokenizer, config.prompts, held_out.openings, config.samples, self._turns
+        )
         if "held_out_before" not in self.notes:
             before = self._measure(trainer, progress, "before", 0)
             if self.team.first and not _has_samples(history, "before"):
@@ -318,6 +323,7 @@ class _Run:
             given = sample.prompt[-_PROMPT_SHOWN:]
             given = given if given == sample.prompt else f"...{given}"
             given, made = (text.replace("\n", "\\n") for text in (given, sample.text))
+            made = made or "(nothing: it ends there)"
             self.console.print(
                 f"sample {when}: [{given}] goes on: {made}", markup=False, highlight=False
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ts_hf.cli.chat import encode, render
+from ts_hf.cli.records import Completion, Pair
+from ts_hf.cli.sources import Document
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,35 @@ class Sample:
 
 
 def prompt_tokens(
-    tokenizer: Any, prompts: Sequence[str], openings: Sequence[list[int]], count: int
+    tokenizer: Any,
+    prompts: Sequence[str],
+    openings: Sequence[list[int]],
+    count: int,
+    as_turns: bool,
 ) -> list[list[int]]:
     """Tokens to go on from: the given prompts, or the first `count` held-out beginnings.
 
-    A tokenizer with a chat template has the prompts put to the model as a user's turn.
+    `as_turns`: a tokenizer with a chat template has the prompts put as a user's turn.
     """
     if not prompts:
         return [list(opening) for opening in openings[:count] if opening]
     found = []
     for prompt in prompts:
         text = prompt
-        if getattr(tokenizer, "chat_template", None):
+        if as_turns and getattr(tokenizer, "chat_template", None):
             text = render(tokenizer, [{"role": "user", "content": prompt}], to_answer=True)
         found.append(encode(tokenizer, text))
     return found
+
+
+def are_turns(documents: Iterable[Document]) -> bool:
+    """Whether prompts are put to the model as a user's turn: not where it learns from prompts and
+    answers that are plain texts, without the chat template."""
+    return not any(
+        isinstance(document.record, Completion)
+        or (isinstance(document.record, Pair) and isinstance(document.record.prompt, str))
+        for document in documents
+    )
 
 
 @torch.no_grad()

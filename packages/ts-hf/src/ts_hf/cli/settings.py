@@ -183,7 +183,8 @@ class FinetuneConfig:
     )
     prompts: tuple[str, ...] = _setting(
         (),
-        "texts to go on from instead of held-out ones",
+        "texts to go on from instead of held-out ones; of a model with a chat template a user's "
+        "turn, unless it learns from plain prompts and completions",
         lambda v: isinstance(v, tuple) and all(_text(item) for item in v),
         "a list of texts",
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, wait_for_everyone
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -110,6 +111,14 @@ class CheckpointMixin:
         finally:
             self.args.__dict__["_setup_devices"] = device
 
+    def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _dtypes_kept(self.model):
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self: Any) -> None:
+        with _dtypes_kept(self.model):
+            super()._load_best_model()  # type: ignore[misc]
+
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers.Trainer's. Leftovers of a killed run are tidied up first.
 
@@ -127,6 +136,17 @@ class CheckpointMixin:
         result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         self.before_save()  # the last micro-batch has not been looked at yet
         return result
+
+
+@contextmanager
+def _dtypes_kept(model: nn.Module) -> Iterator[None]:
+    """PEFT turns half-precision adapters that it loads to fp32: what trained in bf16 goes on so."""
+    before = {name: param.dtype for name, param in model.named_parameters()}
+    yield
+    for name, param in model.named_parameters():
+        dtype = before.get(name, param.dtype)
+        if param.dtype is not dtype:
+            param.data = param.data.to(dtype)
 
 
 @contextmanager
