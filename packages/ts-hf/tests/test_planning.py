@@ -15,8 +15,9 @@ from torch import nn
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.errors import DataError
 from ts_core.planning import command
-from ts_core.planning.estimate import Training, describe, plan_training
+from ts_core.planning.estimate import Training, describe
 from ts_core.planning.meter import measure_step
+from ts_core.planning.outcome import plan_training
 from ts_core.schedule import MachineProfile
 from ts_core.schedule.rates import HardwareProfile
 from ts_hf.families import find_decoder_layers
@@ -161,7 +162,7 @@ def test_the_command_and_its_exit_status(folder: Any, capsys: pytest.CaptureFixt
     assert "FITS" in capsys.readouterr().out
     assert run(where, "--full", "--vram", "2.2GiB", "--ram", "64GiB", "--batch", "4") == 1
     text = capsys.readouterr().out
-    assert "DOES NOT FIT" in text and "train adapters with a batch of 1 (--lora" in text
+    assert "DOES NOT FIT" in text and "What makes it fit" in text
     assert run(where, "--full", "--vram", "24GiB", "--ram", "12GiB") == 1
     assert "host memory budget" in capsys.readouterr().out
 

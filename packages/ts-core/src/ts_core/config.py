@@ -17,6 +17,7 @@ from torch import nn
 from ts_core.errors import NotAvailableError, OptionError
 
 _MOST_IN_FLIGHT = 1 << 30
+_LEAST_WITHOUT_UNIT = 1 << 20  # bytes
 
 
 def default_inflight_bytes(device_bytes: int | None) -> int:
@@ -80,6 +81,7 @@ class WrapOptions:
     vram_limit_bytes: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        limit = parse_bytes("vram_limit", self.vram_limit)
         for name in _ACCEPTED:
             check_option(name, getattr(self, name))
         for name, (built, words) in _NOT_BUILT.items():
@@ -88,7 +90,7 @@ class WrapOptions:
                 raise NotAvailableError(
                     f"{name}={value!r} is not available in this version of ts-core. Use {words}."
                 )
-        object.__setattr__(self, "vram_limit_bytes", parse_bytes("vram_limit", self.vram_limit))
+        object.__setattr__(self, "vram_limit_bytes", limit)
 
     @staticmethod
     def from_keywords(options: dict[str, Any]) -> WrapOptions:
@@ -129,7 +131,8 @@ def parse_bytes(name: str, value: Any) -> int | None:
     KiB/MiB/GiB/TiB and bare letters, of 1000 for KB/MB/GB/TB).
 
     Raises:
-        OptionError: not a size above 0.
+        OptionError: not a size above 0, or a text of less than 1 MiB without a unit: a person who
+            writes "12" means something else.
     """
     if value is None:
         return None
@@ -142,6 +145,11 @@ def parse_bytes(name: str, value: Any) -> int | None:
             power = " KMGT".index(letter.upper() or " ")
             base = 1000 if letter and byte and not binary else 1024
             size = int(float(number) * base**power)
+            if 0 < size < _LEAST_WITHOUT_UNIT and not (letter or byte):
+                raise OptionError(
+                    f"{name}={value!r} is {size} bytes: did you mean {number}GiB? (For so few "
+                    f"bytes, write {number}B.)"
+                )
             if size > 0:
                 return size
     raise OptionError(

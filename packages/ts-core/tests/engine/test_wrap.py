@@ -121,12 +121,19 @@ def test_defaults_are_those_of_the_interface() -> None:
         ("1.5G", 3 * 1024**3 // 2),
         ("500MB", 500_000_000),
         ("24 mib", 24 * 1024**2),
-        ("77", 77),
+        ("77B", 77),
+        ("4194304", 4 << 20),
         ("2KB", 2000),
     ],
 )
 def test_sizes(text: Any, size: int | None) -> None:
     assert parse_bytes("vram_limit", text) == size
+
+
+@pytest.mark.parametrize("text", ["12", "1.5", " 24 "])
+def test_a_size_without_a_unit_is_taken_for_a_mistake(text: str) -> None:
+    with pytest.raises(OptionError, match=rf"bytes: did you mean {text.strip()}GiB"):
+        WrapOptions(vram_limit=text)
 
 
 def test_refusals_of_state() -> None:

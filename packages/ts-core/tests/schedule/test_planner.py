@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan, spread
-from ts_core.schedule.remedies import Alternative
+from ts_core.schedule.remedies import Alternative, Change, find_changes
 
 MIB = 1 << 20
 
@@ -115,3 +115,40 @@ def test_a_plan_that_fits_is_within_its_budget(
     assert (plan.shortfall == 0) == plan.fits
     if plan.paged:
         assert plan.slot_bytes == max(sizes[index] for index in plan.paged)
+
+
+def test_two_changes_are_tried_together_where_neither_does_alone() -> None:
+    """And of two kinds only the first pair that fits is named; one kind excludes itself."""
+
+    def add(key: str, size: int) -> Change[dict[str, int]]:
+        return Change(f"{key} {size}", key, lambda asked: {**asked, key: size})
+
+    changes = [add("a", 2), add("a", 3), add("b", 2), add("b", 3), add("c", 0)]
+
+    def found(least: int) -> list[str]:
+        asked = {"a": 0, "b": 0, "c": 0}
+        return find_changes(asked, changes, lambda asked: sum(asked.values()) >= least)
+
+    assert found(3) == ["a 3", "b 3"]
+    assert found(4) == ["a 2 and b 2"]
+    assert found(6) == ["a 3 and b 3"]
+    assert found(7) == []
+
+
+def test_a_refusal_of_wrap_names_pairs_that_fit() -> None:
+    model = ModelProfile(pageable=(100 * MIB,) * 4)
+    smaller = ModelProfile(pageable=(50 * MIB,) * 4)
+    options = PlanOptions(param_offload=False)
+    plan = make_plan(
+        model, machine(150, counts_fixed=False), options, [Alternative("halve it", smaller)]
+    )
+    assert plan.remedies[0] == "page blocks as needed (param_offload='auto')"
+    plan = make_plan(
+        model, machine(100, counts_fixed=False), options, [Alternative("halve it", smaller)]
+    )
+    assert plan.remedies[0] == "page blocks as needed (param_offload='auto') and halve it"
+
+
+def test_one_slot_is_said_in_the_singular() -> None:
+    plan = make_plan(ModelProfile(pageable=(80 * MIB,) * 10), machine(100, counts_fixed=False))
+    assert plan.slot_count == 1 and "paged through 1 slot of 80.00 MiB" in plan.reasons[0]

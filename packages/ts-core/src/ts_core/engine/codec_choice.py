@@ -66,7 +66,6 @@ def plan_codec(
     machine: MachineProfile,
     config: WrapOptions,
     moments: str,
-    others: Sequence[Alternative] = (),
 ) -> tuple[Plan, str | None]:
     """The plan, and the codec to store frozen weights in or None (a pure function).
 
@@ -76,7 +75,6 @@ def plan_codec(
         machine: what there is.
         config: the options of wrap().
         moments: how moments are kept.
-        others: more remedies to try when it does not fit.
     """
     options = plan_options(config)
 
@@ -85,7 +83,7 @@ def plan_codec(
         plan = evaluate(estimate, machine, options)
         if plan.fits or not config.check_memory:
             return plan
-        tried = [*_alternatives(profile, weights, codec_name, config, moments), *others]
+        tried = _alternatives(profile, weights, codec_name, config, moments)
         return make_plan(estimate, machine, options, tried)
 
     asked = config.quantize
@@ -98,14 +96,15 @@ def plan_codec(
     if enough:
         return plain, None
     if any(count for count, _ in weights):
-        for name in _by_precision():
+        for name in by_precision():
             plan = evaluate(stored_estimate(profile, weights, name, config), machine, options)
             if plan.fits and not (config.prefer == "speed" and plain.fits and plan.paged):
                 return plan, name
     return plan_with(None), None
 
 
-def _by_precision() -> list[str]:
+def by_precision() -> list[str]:
+    """Names of the installed codecs, the most precise first."""
     found = [(codecs.get(name).error_rank_order, name) for name in codecs.names()]
     return [name for _, name in sorted(found)]
 
@@ -143,7 +142,7 @@ def _alternatives(
     """Other ways to run a training that does not fit: another codec, smaller moments."""
     found = []
     if any(count for count, _ in weights) and config.quantize != "auto":
-        for name in _by_precision():
+        for name in by_precision():
             if name != codec_name:
                 words = f"store the frozen weights of the blocks in {name} (quantize={name!r})"
                 found.append(Alternative(words, stored_estimate(profile, weights, name, config)))

@@ -15,7 +15,12 @@ class PlanCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Adds the options."""
-        parser.add_argument("model", metavar="MODEL", help="a model's folder, or its config.json")
+        parser.add_argument(
+            "model",
+            metavar="MODEL",
+            help="a folder with a model's config.json (as load_model takes), or that file itself; "
+            "weights need not be there",
+        )
         parser.add_argument("--vram", help="memory of the device, as 24GiB (default: this one's)")
         parser.add_argument("--ram", help="host memory for the run (default: what is free here)")
         parser.add_argument(

@@ -11,30 +11,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ts_core.config import WrapOptions
-from ts_core.engine.codec_choice import plan_codec, stored_estimate
 from ts_core.engine.placement import block_leaves, model_profile
-from ts_core.engine.planning import (
-    gradients_in_flight,
-    norm_of,
-    plan_options,
-)
+from ts_core.engine.planning import gradients_in_flight, norm_of
 from ts_core.engine.quantize import quantizable_weights
-from ts_core.engine.quantize_options import bytes_per_weight
-from ts_core.engine.residence import plan_with_state, staying
+from ts_core.engine.residence import staying
 from ts_core.errors import DataError, OptionError
 from ts_core.optim.moments import bytes_per_value
 from ts_core.planning.adapters import add_adapters
 from ts_core.planning.meter import measure_step
 from ts_core.planning.stack import short_stack
 from ts_core.registry import models
-from ts_core.schedule import MachineProfile, ModelProfile, Plan
-from ts_core.schedule.plan import Work, human
-from ts_core.schedule.remedies import Alternative
+from ts_core.schedule import ModelProfile
+from ts_core.schedule.plan import Work
 from ts_core.store.leaves import stored_bytes
 
 READER = "transformers"
-# Share of RAM that loading a model may fill, as in `load_model`.
-_LOADING_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,7 @@ class Training:
         rank: of the adapters; None trains every parameter.
         dtype: of the weights.
         moments: how the optimizer keeps moments.
+        dtype_asked: whether `dtype` was asked for, rather than the usual one of the rank.
     """
 
     batch: int
@@ -53,6 +45,7 @@ class Training:
     rank: int | None
     dtype: torch.dtype
     moments: str = "float32"
+    dtype_asked: bool = False
 
     def in_words(self) -> str:
         """For a headline."""
@@ -82,30 +75,6 @@ class Described:
     staying: tuple[nn.Parameter, ...] = ()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The answer of `trainstream plan`.
-
-    Attributes:
-        model, training: what was asked.
-        described, machine, plan: what came of it.
-        codec: that frozen weights are stored in, or None.
-        loading_bytes: RAM that the weights take while they are loaded.
-        fits: whether loading and training fit.
-        notes: in plain words.
-    """
-
-    model: str
-    training: Training
-    described: Described
-    machine: MachineProfile
-    plan: Plan
-    codec: str | None
-    loading_bytes: int
-    fits: bool
-    notes: tuple[str, ...]
-
-
 def describe(
     source: str,
     training: Training,
@@ -125,7 +94,7 @@ def describe(
         DataError: the source is not readable, or the model has no stack of blocks.
     """
     reader = models.get(READER)
-    config = config or _wrap_options(training, "none")
+    config = config or WrapOptions(quantize="none", moment_dtype=training.moments)
     with FakeTensorMode():
         model: nn.Module = reader.build(source, training.dtype, trust_remote_code)
         blocks = list(reader.find_blocks(model))
@@ -222,103 +191,6 @@ def _work(
         gradient_bytes=trained_bytes,
         updated_bytes=trained_bytes,
     )
-
-
-def plan_training(
-    source: str,
-    training: Training,
-    machine: MachineProfile,
-    quantize: str = "auto",
-    options: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> Outcome:
-    """The plan for a model that is known by its config.
-
-    Args:
-        source, training, trust_remote_code: as for `describe`.
-        machine: memory and rates.
-        quantize: as wrap()'s.
-        options: other options of wrap().
-
-    Raises:
-        OptionError: a value that is not accepted.
-    """
-    config = _wrap_options(training, quantize, options)
-    described = describe(source, training, trust_remote_code, config)
-    plan, codec = plan_codec(
-        described.profile,
-        described.weights,
-        machine,
-        config,
-        training.moments,
-        ()
-        if _fits_quickly(described, machine, config, training)
-        else _others(source, training, config),
-    )
-    if described.staying and config.offload == "auto":
-        profile = stored_estimate(described.profile, described.weights, codec, config)
-        _, plan, _ = plan_with_state(profile, machine, plan_options(config), described.staying)
-    notes = list(described.notes)
-    if codec is not None and not any(count for count, _ in described.weights):
-        notes.append(f"--quantize {codec} changes nothing: no weight of the blocks is frozen")
-        codec = None
-    loading = _loading_bytes(described, codec, config)
-    fits = plan.fits
-    if machine.host_available is not None and loading > _LOADING_SHARE * machine.host_available:
-        fits = False
-        notes.append(
-            f"loading needs {human(loading)} of RAM, more than {_LOADING_SHARE:.0%} of the "
-            f"{human(machine.host_available)} there are: store the weights in fewer bytes "
-            f"(--quantize) or use a machine with {human(int(loading / _LOADING_SHARE))}"
-        )
-    return Outcome(source, training, described, machine, plan, codec, loading, fits, tuple(notes))
-
-
-def _fits_quickly(
-    described: Described, machine: MachineProfile, config: WrapOptions, training: Training
-) -> bool:
-    plan, _ = plan_codec(
-        described.profile,
-        described.weights,
-        machine,
-        replace(config, check_memory=False),
-        training.moments,
-    )
-    return plan.fits
-
-
-def _others(source: str, training: Training, config: WrapOptions) -> list[Alternative]:
-    """Trainings that need less, to be tried when this one does not fit."""
-    smaller: list[tuple[str, Training]] = []
-    if training.batch > 1:
-        smaller.append(("a batch of 1 (--batch 1)", replace(training, batch=1)))
-    if training.length > 512:
-        smaller.append(("shorter sequences (--seq 512)", replace(training, length=512)))
-    if training.rank is None:
-        lighter = replace(training, rank=16, dtype=torch.bfloat16)
-        smaller.append(("train adapters (--lora 16)", lighter))
-        if training.batch > 1:
-            words = "train adapters with a batch of 1 (--lora 16 --batch 1)"
-            smaller.append((words, replace(lighter, batch=1)))
-    return [
-        Alternative(words, describe(source, other, config=config).profile)
-        for words, other in smaller
-    ]
-
-
-def _wrap_options(
-    training: Training, quantize: str, options: dict[str, Any] | None = None
-) -> WrapOptions:
-    return WrapOptions.from_keywords(
-        {"quantize": quantize, "moment_dtype": training.moments, **(options or {})}
-    )
-
-
-def _loading_bytes(described: Described, codec: str | None, config: WrapOptions) -> int:
-    if codec is None:
-        return described.total_bytes
-    stored = sum(int(count * bytes_per_weight(codec, config)) for count, _ in described.weights)
-    return described.total_bytes - sum(size for _, size in described.weights) + stored
 
 
 def check_training(batch: int, length: int, rank: int | None) -> None:

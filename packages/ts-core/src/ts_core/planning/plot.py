@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ts_core.errors import DataError, OptionError
-from ts_core.planning.estimate import Outcome
+from ts_core.planning.outcome import Outcome
 from ts_core.planning.render import _NAMES
 from ts_core.schedule.plan import human
 

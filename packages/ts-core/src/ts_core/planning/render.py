@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import Any
 
-from ts_core.planning.estimate import Outcome
+from ts_core.planning.outcome import Outcome
 from ts_core.schedule.plan import KEEP, OFFLOAD, human
 
 Piece = tuple[str, str]  # text, style of rich ("" for none)
@@ -51,10 +51,12 @@ def render(outcome: Outcome) -> list[list[Piece]]:
     for text in [*(plan.reasons if plan.fits else ()), *outcome.notes]:
         lines.append([(f"- {text}", "")])
     if not plan.fits:
-        lines.append([(plan.reasons[0].split(" To make it fit:")[0], "red")])
-        if plan.remedies:
-            lines.append([("What makes it fit (each was tried):", "bold")])
-            lines += [[(f"- {remedy}", "")] for remedy in plan.remedies]
+        lines.append([(plan.reasons[0], "red")])
+    if not outcome.fits and not outcome.remedies:
+        lines.append([("Nothing that was tried makes it fit.", "bold")])
+    elif not outcome.fits:
+        lines.append([("What makes it fit (each was tried):", "bold")])
+        lines += [[(f"- {remedy}", "")] for remedy in outcome.remedies]
     return lines
 
 

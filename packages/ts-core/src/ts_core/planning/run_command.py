@@ -5,31 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ts_core.config import parse_bytes
+from ts_core.config import check_option, parse_bytes
 from ts_core.errors import OptionError
+
+if TYPE_CHECKING:
+    from ts_core.planning.outcome import Outcome
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan as the arguments say and print the answer; 0 when it fits, else 1."""
-    import torch
-
-    from ts_core.planning.estimate import Training, check_training, plan_training
     from ts_core.planning.render import render, show
 
-    rank = None if args.full else args.lora
-    check_training(args.batch, args.seq, rank)
-    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-    kind = args.dtype or ("float32" if args.full else "bfloat16")
-    training = Training(args.batch, args.seq, rank, dtypes[kind], args.moments)
-    options: dict[str, Any] = {"vram_headroom": args.headroom}
-    for name in ("recompute", "activation_offload", "param_offload"):
-        if getattr(args, name) != "auto":
-            options[name] = _share(name, getattr(args, name))
-    outcome = plan_training(
-        args.model, training, _machine(args), args.quantize, options, args.trust_remote_code
-    )
+    outcome = outcome_for(args)
     if args.plot:
         from ts_core.planning.plot import draw
 
@@ -43,11 +32,40 @@ def run(args: argparse.Namespace) -> int:
     return 0 if outcome.fits else 1
 
 
+def outcome_for(args: argparse.Namespace) -> Outcome:
+    """Plan as the arguments say.
+
+    Raises:
+        OptionError: one that is not accepted, under the command's name for it.
+    """
+    import torch
+
+    from ts_core.planning.estimate import Training, check_training
+    from ts_core.planning.outcome import plan_training
+
+    rank = None if args.full else args.lora
+    check_training(args.batch, args.seq, rank)
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+    kind = args.dtype or ("float32" if args.full else "bfloat16")
+    training = Training(
+        args.batch, args.seq, rank, dtypes[kind], args.moments, args.dtype is not None
+    )
+    check_option("vram_headroom", args.headroom, "--headroom")
+    options: dict[str, Any] = {"vram_headroom": args.headroom}
+    for name in ("recompute", "activation_offload", "param_offload"):
+        if getattr(args, name) != "auto":
+            options[name] = _share(name, getattr(args, name))
+            check_option(name, options[name], f"--{name.replace('_', '-')}")
+    return plan_training(
+        args.model, training, _machine(args), args.quantize, options, args.trust_remote_code
+    )
+
+
 def _machine(args: argparse.Namespace) -> Any:
     import torch
 
-    from ts_core.engine.planning import host_floor
     from ts_core.memory.ram import ram_available_bytes
+    from ts_core.planning.outcome import machine_with_ram
     from ts_core.schedule import MachineProfile, profile_hardware
     from ts_core.schedule.rates import TYPICAL_GPU
 
@@ -60,13 +78,8 @@ def _machine(args: argparse.Namespace) -> Any:
             )
         vram = int(torch.cuda.mem_get_info()[0])
     ram = parse_bytes("--ram", args.ram) or ram_available_bytes()
-    return MachineProfile(
-        device_bytes=vram,
-        host_available=ram,
-        host_floor=host_floor(ram),
-        page_lock_bytes=int(0.4 * ram),
-        rates=profile_hardware() if here else TYPICAL_GPU,
-    )
+    rates = profile_hardware() if here else TYPICAL_GPU
+    return machine_with_ram(MachineProfile(vram, page_lock_bytes=0, rates=rates), ram)
 
 
 def _share(name: str, text: str) -> bool | float:
@@ -97,4 +110,5 @@ def _plain(outcome: Any) -> dict[str, Any]:
         "rates": None if outcome.machine.rates is None else outcome.machine.rates.to_dict(),
         "plan": plan,
         "notes": list(outcome.notes),
+        "remedies": list(outcome.remedies),
     }

@@ -12,6 +12,7 @@ from ts_core.schedule.plan import (
     Plan,
     PlanOptions,
     human,
+    in_slots,
 )
 from ts_core.schedule.step_time import step_seconds
 
@@ -218,7 +219,7 @@ class Case:
             found = [f"{stay}: {human(device['total'])} of a budget of {human(self.budget)}"]
         else:
             found = [
-                f"{stay}, {len(paged)} paged through {slots} slots of {human(slot_bytes)}: "
+                f"{stay}, {len(paged)} paged through {in_slots(slots)} of {human(slot_bytes)}: "
                 f"{human(device['total'])} of a budget of {human(self.budget)}"
             ]
         if slots < min(self.options.slot_count, len(paged)):

@@ -234,5 +234,10 @@ def human(size_bytes: int, *, at_least: bool = False) -> str:
     return f"{_shown(size, at_least)} GiB"
 
 
+def in_slots(count: int) -> str:
+    """ "1 slot" or "2 slots"."""
+    return "1 slot" if count == 1 else f"{count} slots"
+
+
 def _shown(size: float, up: bool) -> str:
     return f"{math.ceil(size * 100) / 100 if up else size:.2f}"

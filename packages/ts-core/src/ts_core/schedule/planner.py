@@ -53,7 +53,7 @@ def make_plan(
     if plan.fits:
         return plan
     remedies = find_remedies(
-        plan, model, machine, options, alternatives, lambda m, h, o: evaluate(m, h, o).fits
+        model, machine, options, alternatives, lambda m, h, o: evaluate(m, h, o).fits
     )
     reason = plan.reasons[0]
     if remedies:
