@@ -90,9 +90,11 @@ def test_sizes(text, size) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["12 parsecs", "GB", "-1GB", "0", "1.2.3GB"])
+@pytest.mark.parametrize("text", ["12 parsecs", "GB", "-1GB", "0", "1.2.3GB", "12"])
 def test_wrong_sizes(text) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is no size|is not above 0"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"is no size|is not above 0|did you mean 12GiB"
+    ):
         parse_size(text)
 
 

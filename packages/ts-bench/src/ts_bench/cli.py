@@ -140,6 +140,8 @@ def parse_size(text: str) -> int | str | None:
         ) from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    if size < 1 << 20 and not found.group(2):
+        raise argparse.ArgumentTypeError(f"{text} is {size} bytes: did you mean {text}GiB?")
     return size
 
 

@@ -216,9 +216,11 @@ def _block_note(run: Run, many: bool) -> str:
     said = f"{len(found)} blocks, {_bytes(total)} as stored ({', '.join(formats) or 'unknown'}). "
     if moving:
         size = _bytes(placement.get("slot_bytes") or 0)
+        count = placement.get("slots")
+        slots = "1 slot" if count == 1 else f"{count} slots"
         said += (
             f"{len(found) - len(moving)} stay on the device; {len(moving)} are copied in when "
-            f"their turn comes, through {placement.get('slots')} slots of {size}."
+            f"their turn comes, through {slots} of {size}."
         )
     else:
         said += "All of them stay on the device."

@@ -12,7 +12,7 @@ from typing import Any
 
 from ts_core.errors import OptionError
 from ts_hf.cli.settings import FREE_TO_CHANGE, FinetuneConfig
-from ts_hf.cli.streaming import as_texts, check_with_limit
+from ts_hf.cli.streaming import as_texts, check_with_limit, yaml_words
 
 # Names that other tools use for what is called something else here.
 _ALIASES = {
@@ -118,7 +118,8 @@ def read_yaml(path: Path) -> YamlSettings:
     except UnicodeDecodeError as error:
         raise OptionError(f"{path} is not UTF-8 text: {error}.") from error
     except yaml.YAMLError as error:
-        raise OptionError(f"{path} is not valid YAML: {error}") from error
+        words = yaml_words(error, str(path))
+        raise OptionError(f"{path} is not valid YAML: {words}") from error
     except ValueError as error:  # such as a date that does not exist
         raise OptionError(f"{path} has a value that YAML cannot read: {error}") from error
     if content is None:

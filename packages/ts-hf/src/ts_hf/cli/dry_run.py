@@ -12,6 +12,7 @@ from rich.console import Console
 from ts_core.config import WrapOptions
 from ts_core.engine.quantize_options import bytes_per_weight
 from ts_core.memory.ram import ram_available_bytes
+from ts_core.schedule.plan import in_slots
 from ts_hf.budget import choose_codec
 from ts_hf.cli.config import to_yaml
 from ts_hf.cli.dataset import (
@@ -120,7 +121,7 @@ def _plan(config: FinetuneConfig, model: Any, device: str, dtype: str, stored: b
         lines.append(
             f"block_limit {format_bytes(config.block_limit_bytes)}: "
             f"{len(sizes) - len(plan.paged)} layers stay on the device, {len(plan.paged)} stream "
-            f"through {plan.slot_count} slots of {format_bytes(plan.slot_bytes)}"
+            f"through {in_slots(plan.slot_count)} of {format_bytes(plan.slot_bytes)}"
         )
     else:
         lines.append("no block_limit: layers stream if the device's free memory asks for it")

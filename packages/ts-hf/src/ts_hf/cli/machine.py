@@ -10,6 +10,7 @@ import torch
 
 from ts_core.errors import OptionError, OutOfBudgetError
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions, make_plan
+from ts_core.schedule.plan import in_slots
 from ts_hf.families import find_decoder_layers
 from ts_hf.sizes import format_bytes
 
@@ -105,8 +106,8 @@ def plan_blocks(sizes: Sequence[int], limit_bytes: int) -> Plan:
         least = plan.slot_count * plan.slot_bytes
         raise OutOfBudgetError(
             f"block_limit={format_bytes(limit_bytes)} is too small: layers stream through "
-            f"{plan.slot_count} slots of the largest layer, {format_bytes(plan.slot_bytes)} each. "
-            f"Raise it to at least {format_bytes(least)} (the {len(sizes)} layers together are "
-            f"{format_bytes(sum(sizes))})."
+            f"{in_slots(plan.slot_count)} of the largest layer, {format_bytes(plan.slot_bytes)} "
+            f"each. Raise it to at least {format_bytes(least)} (the {len(sizes)} layers together "
+            f"are {format_bytes(sum(sizes))})."
         )
     return plan

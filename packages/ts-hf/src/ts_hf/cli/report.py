@@ -11,6 +11,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from ts_core.schedule.plan import in_slots
 from ts_hf.cli.history import History
 from ts_hf.sizes import format_bytes
 
@@ -86,7 +87,7 @@ def _memory_table(memory: dict[str, Any], block_count: int) -> Table:
     placed, slots = "all stay on the device", ""
     if paged:
         placed = f"{block_count - paged} stay on the device, {paged} stream"
-        slots = f" and {memory['slots']} slots of {format_bytes(memory['slot_bytes'])}"
+        slots = f" and {in_slots(memory['slots'])} of {format_bytes(memory['slot_bytes'])}"
     table.add_row(
         "decoder layers",
         format_bytes(memory["block_bytes"]),

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from ts_core.config import WrapOptions
+from ts_core.config import WrapOptions, parse_bytes
 from ts_core.errors import OptionError
 
 # Options that have a setting of their own, and its name.
@@ -18,6 +18,7 @@ _OWN = {
     "lr": "lr",
 }
 _FOR_PYTHON = ("blocks", "distributed", "loader")  # no texts can give them
+_SIZES = ("vram_limit", "host_arena", "peer")
 _TRAINER = ("chunked_loss", "loss_chunk_size", "pad_to_multiple_of")
 
 
@@ -57,12 +58,20 @@ def parse_options(texts: tuple[str, ...]) -> dict[str, Any]:
         try:
             found[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise OptionError(f"options: {text!r}: the value is not valid YAML: {error}") from error
+            words = yaml_words(error, name)
+            raise OptionError(f"options: {text!r}: the value is not valid YAML: {words}") from error
+        if name in _SIZES and type(found[name]) is int:
+            parse_bytes(f"options: {name}", str(found[name]))
     try:
         WrapOptions.from_keywords({k: v for k, v in found.items() if k not in _TRAINER})
     except OptionError as error:
         raise type(error)(f"options: {error}") from error
     return found
+
+
+def yaml_words(error: Exception, name: str) -> str:
+    """An error of yaml about a text, with the text's name for "<unicode string>"."""
+    return str(error).replace("<unicode string>", name)
 
 
 def for_loading(texts: tuple[str, ...]) -> dict[str, Any]:
