@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -96,6 +97,29 @@ def paged(model: TinyModel) -> int:
     assert held.get("slots", 0) == expected["slots"]
     assert held.get("resident blocks", 0) == expected["resident_blocks"]
     return len(names)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_streamed_leaves_no_memory_behind(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """Slots and host images go when the last block returns, not when Python collects garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = start(monkeypatch, lambda step: 1.5, expected=4.5, full=full)
+        pager = model._trainstream_session.pager
+        storages = [slot.buffer.untyped_storage() for slot in pager.ring.slots]
+        images = [weakref.ref(image) for image in pager.images.values()]
+        ring = weakref.ref(pager)
+        assert len(storages) == 2 and len(images) == 5
+        del pager
+        train(model, optimizer, 8)
+        optimizer.synchronize()
+        assert paged(model) == 0
+        # One user is this list.
+        assert [torch._C._storage_Use_Count(s._cdata) for s in storages] == [1] * len(storages)
+        assert [image() for image in images] == [None] * 5 and ring() is None
+    finally:
+        gc.enable()
 
 
 def test_blocks_return_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

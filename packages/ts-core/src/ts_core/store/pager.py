@@ -209,6 +209,8 @@ class ParamPager:
             self._check_open()
             self._empty()
             taken = [self.images.pop(index) for index in indices]
+            for image in taken:
+                image.forget_views()  # of slots, which would keep their memory
             self.order = sorted(self.images)
             self._fit_ring(slot_count)
             return taken

@@ -143,6 +143,7 @@ class ImageStore:
             self._images.remove(image)
             self._count_past(image)
             image.source.remove()
+            image.homes = ()  # which know the image: else its memory waits for Python's collector
 
     def stored(self) -> StoredBytes:
         """Where the bytes are."""
