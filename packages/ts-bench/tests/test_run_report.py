@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,18 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from ts_bench.runs.command import command
-from ts_bench.runs.figures import DARK, LIGHT, MOST_POINTS, draw_blocks, smoothed, thinned
+from ts_bench.runs.figures import (
+    DARK,
+    LIGHT,
+    MOST_POINTS,
+    Line,
+    Plot,
+    draw,
+    draw_blocks,
+    log_ticks,
+    smoothed,
+    thinned,
+)
 from ts_bench.runs.page import render
 from ts_bench.runs.reading import FINISHED, RUNNING, STOPPED, read_run, read_runs
 from ts_bench.runs.series import blocks, plots
@@ -369,3 +381,47 @@ def test_folders_that_are_no_runs(run_folder: Callable[..., Path], tmp_path: Pat
     (folder / "run.json").write_text('{"format": 99, "config": {}}')
     with pytest.raises(DataError, match="has format 99; this reads 1"):
         read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.07, 12, [0.1, 1, 10]),
+        (0.5, 5, [0.5, 1, 2, 5]),
+        (0.15, 1.5, [0.2, 0.5, 1]),
+        (1e-4, 1e5, [1e-4, 1e-2, 1, 100, 1e4]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis(low: float, high: float, ticks: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize("low", [1e-6, 0.013, 1.4, 97.0])
+@pytest.mark.parametrize("ratio", [1.01, 1.5, 3, 9, 11, 30, 120, 1e5, 1e9])
+def test_a_few_labels_of_a_logarithmic_axis_lie_apart(low: float, ratio: float) -> None:
+    plot = Plot("norm", "gradient norm", [Line([1, 2], [low, low * ratio], None)], log=True)
+    figure = draw(plot, LIGHT)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    bottom, top = axes.get_ylim()
+    shown = [
+        label.get_window_extent()
+        for label in axes.get_yticklabels(which="both")
+        if label.get_text() and bottom <= label.get_position()[1] <= top
+    ]
+    assert 2 <= len(shown) <= 6
+    for one, other in itertools.pairwise(sorted(shown, key=lambda box: box.y0)):
+        assert one.y1 < other.y0
+
+
+def test_a_long_legend_lies_outside_the_plot() -> None:
+    """Grid lines do not strike it through."""
+    names = [f"run-number-{index} with a long name" for index in range(4)]
+    lines = [Line([1, 2], [1, index], name, index) for index, name in enumerate(names)]
+    figure = draw(Plot("loss", "loss", lines), LIGHT)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    (axes,) = figure.axes
+    assert axes.get_legend() is None
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert not legend.get_window_extent().overlaps(axes.get_tightbbox())

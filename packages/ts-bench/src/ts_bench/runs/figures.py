@@ -7,6 +7,7 @@ variables, so that one drawing serves light and dark.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 MOST_POINTS = 1500
 _WIDTH, _HEIGHT = 5.6, 2.75
+_LEGEND_ROW = 0.17  # inches
+_MOST_TICKS = 6
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,6 @@ def draw(plot: Plot, theme: Theme) -> Figure:
         )
     if plot.log:
         axes.set_yscale("log")
-        axes.yaxis.set_minor_formatter(_short)
     _dress(figure, axes, theme, plot.title)
     axes.yaxis.set_major_formatter(_short)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -132,20 +134,53 @@ def draw(plot: Plot, theme: Theme) -> Figure:
     if plot.from_zero:
         highest = max((max(line.y) for line in plot.lines if len(line.y)), default=0)
         axes.set_ylim(0, 1.08 * highest if highest > 0 else 1)
+    if plot.log:
+        axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
+        axes.yaxis.set_minor_locator(NullLocator())
     if labels:
-        beside_title = len(labels) <= 3 and sum(map(len, labels)) + len(plot.title) < 62
-        axes.legend(
-            fontsize=7.5,
-            frameon=False,
-            labelcolor=theme.ink,
-            handlelength=1.4,
-            borderaxespad=0.2,
-            columnspacing=1.2,
-            loc="lower right" if beside_title else "best",
-            bbox_to_anchor=(1, 1) if beside_title else None,
-            ncols=len(labels) if beside_title else 1,
-        )
+        _add_legend(figure, axes, labels, plot.title, theme)
     return figure
+
+
+def _add_legend(figure: Figure, axes: Any, labels: list[str], title: str, theme: Theme) -> None:
+    """Beside the title where it is short, else beneath a plot that grows by its rows."""
+    looks: dict[str, Any] = {
+        "fontsize": 7.5,
+        "frameon": False,
+        "labelcolor": theme.ink,
+        "handlelength": 1.4,
+        "columnspacing": 1.2,
+    }
+    if len(labels) <= 3 and sum(map(len, labels)) + len(title) < 62:
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(labels),
+            borderaxespad=0.2,
+            **looks,
+        )
+        return
+    columns = 2 if max(map(len, labels)) <= 40 else 1
+    figure.set_figheight(_HEIGHT + _LEGEND_ROW * math.ceil(len(labels) / columns))
+    figure.legend(loc="outside lower left", ncols=columns, **looks)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Where to label a logarithmic axis from `low` to `high`: at most about six places.
+
+    1, 2 and 5 of each decade, where these are few; else powers of ten, or where those are all but
+    none in view, round numbers.
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    seen = [tick for tick in steps if low <= tick <= high]
+    if len(seen) < 3:
+        even = MaxNLocator(nbins=_MOST_TICKS - 1).tick_values(low, high)
+        return [float(tick) for tick in even if low <= tick <= high]
+    if len(seen) <= _MOST_TICKS:
+        return seen
+    tens = [10.0**power for power in powers if low <= 10.0**power <= high]
+    return tens[:: math.ceil(len(tens) / _MOST_TICKS)]
 
 
 _STYLES: dict[str, Any] = {

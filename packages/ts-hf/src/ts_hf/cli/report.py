@@ -123,13 +123,17 @@ def plot_run(history: History, file: Path) -> None:
             first = index == 0
             top.annotate(
                 f"{values[index]:.3f}",
-                (steps[index], values[index]),
+                (steps[index] if first else 1, values[index]),
+                xycoords="data" if first else ("axes fraction", "data"),
                 textcoords="offset points",
-                xytext=(8, 6) if first else (-8, -14),
-                ha="left" if first else "right",
+                xytext=(0, 9) if first else (5, 0),  # the last one outside, where no line goes
+                ha="center" if first else "left",
+                va="bottom" if first else "center",
+                annotation_clip=False,
                 color="tab:red",
+                bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none"},
             )
-    top.margins(y=0.12)  # room for the numbers beside the points
+    top.margins(x=0.025, y=0.16)  # room for the numbers beside the points
     top.set_ylabel("loss (nats per token)")
     top.legend()
     top.grid(alpha=0.3)
@@ -142,9 +146,10 @@ def plot_run(history: History, file: Path) -> None:
     ):
         step_values, values = history.series(name)
         if any(values):
-            style = ":" if name == "ts_vram_alloc_gb" else "-"  # often equal to its peak
+            # What is in use is often equal to its peak, which is a pale band behind it.
+            look = {"linewidth": 5, "alpha": 0.35} if name == "ts_vram_peak_gb" else {}
             mebibytes = [value * 1e9 / 2**20 for value in values]
-            bottom.plot(step_values, mebibytes, style, label=label)
+            bottom.plot(step_values, mebibytes, label=label, **look)
     bottom.set_yscale("log")
     bottom.set_ylabel("memory (MiB, log scale)")
     bottom.set_xlabel("step")
