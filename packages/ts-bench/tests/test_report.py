@@ -91,7 +91,7 @@ def test_table_shows_every_engine() -> None:
     lines = text.splitlines()
     assert lines[0] == "## lora-14b-nf4-1x512-24g"
     assert lines[1].split() == " ".join(h for h in HEADINGS if h not in OPTIONAL).split()
-    assert len(lines) == 6
+    assert lines[6:] == ["loss: of step 1 and of step 2"]
     rival = lines[2]
     assert rival.startswith("bitsandbytes (checkpointing)")
     for part in ("700.0 ms", "600.0-800.0", "5.00x", "13.00 GB", "14.00 GB", "3.00 GB"):
@@ -101,6 +101,18 @@ def test_table_shows_every_engine() -> None:
     assert "out of memory" in lines[4]
     assert "not installed" in lines[5]
     assert "pip install unsloth" in lines[5]
+
+
+def test_last_losses_are_of_the_same_step() -> None:
+    """An engine that warms up for longer has seen more batches at its end."""
+    longer = _record("trainstream", [0.2])
+    assert longer.measurement is not None
+    longer.measurement.losses[:] = [11.93, 11.5, 11.2, 11.9]
+    rows = summarize([_record("torch", [0.3]), longer, FOUND[0]])
+    assert [row.last_loss for row in rows] == [11.5, 11.5, None]
+    assert [row.loss_steps for row in rows] == [2, 2, None]
+    (alone,) = summarize([longer])
+    assert (alone.last_loss, alone.loss_steps) == (11.9, 4)
 
 
 def test_table_in_a_terminal_has_the_same_cells(monkeypatch) -> None:

@@ -83,6 +83,7 @@ def text_tables(rows: Sequence[Row]) -> str:
                 for cell, width, heading in zip(line, widths, headings, strict=True)
             ]
             lines.append("  ".join(padded).rstrip())
+        lines += _losses_told([row for row in rows if row.scenario == scenario])
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -100,12 +101,19 @@ def show(rows: Sequence[Row], file: TextIO | None = None) -> None:
     for scenario in dict.fromkeys(row.scenario for row in rows):
         here = [row for row in rows if row.scenario == scenario]
         headings, *body = table_of(here)
-        table = Table(title=scenario, title_justify="left")
+        told = " ".join(_losses_told(here)) or None
+        table = Table(title=scenario, title_justify="left", caption=told, caption_justify="left")
         for heading in headings:
             table.add_column(heading, justify="right" if heading in RIGHT else "left")
         for row, line in zip(here, body, strict=True):
             table.add_row(*line, style=None if row.status == records.OK else "dim")
         console.print(table)
+
+
+def _losses_told(rows: Sequence[Row]) -> list[str]:
+    """Of which steps the losses are, in a line; none where nothing ran."""
+    steps = next((row.loss_steps for row in rows if row.loss_steps), None)
+    return [f"loss: of step 1 and of step {steps}"] if steps else []
 
 
 def _optional(value: float | None, form: str) -> str:

@@ -28,7 +28,9 @@ class Row:
             round (above 1: slower than the baseline); None where a round lacks either.
         peak_allocated_gb, peak_reserved_gb, host_gb: the most over all rounds, 1e9 bytes;
             host_gb is resident memory after the last step.
-        first_loss, last_loss: of the first round.
+        first_loss, last_loss: of the first round, the last one after `loss_steps`.
+        loss_steps: steps that every engine's first round of this scenario has a loss of, since
+            warm-ups differ in length.
         rounds: rounds that succeeded.
         queued_ms: median of what the host took to queue a step and return.
         kernel_ms, idle_ms: the GPU runs a kernel, or nothing, per step; see `ts_bench.activity`.
@@ -51,6 +53,7 @@ class Row:
     host_gb: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
+    loss_steps: int | None = None
     rounds: int = 0
     queued_ms: float | None = None
     kernel_ms: float | None = None
@@ -73,10 +76,20 @@ def summarize(found: Sequence[Record], baseline: str | None = None) -> list[Row]
         here = [record for record in found if record.scenario["name"] == scenario]
         base = baseline or _baseline(here)
         base_ms = {_round(r): _median_ms(r) for r in here if r.engine == base and r.measurement}
-        for engine in dict.fromkeys(record.engine for record in here):
-            for some in _by_variant([record for record in here if record.engine == engine]):
-                rows.append(_row(some, base_ms))
+        groups = [
+            some
+            for engine in dict.fromkeys(record.engine for record in here)
+            for some in _by_variant([record for record in here if record.engine == engine])
+        ]
+        firsts = [first for some in groups if (first := _first(some)) is not None]
+        counts = [len(first.losses) for first in firsts]
+        rows += [_row(some, base_ms, min(counts, default=0)) for some in groups]
     return rows
+
+
+def _first(found: Sequence[Record]) -> Measurement | None:
+    """Of the first round that succeeded."""
+    return next((r.measurement for r in found if r.measurement is not None), None)
 
 
 def is_ours(engine: str) -> bool:
@@ -101,7 +114,7 @@ def _by_variant(found: list[Record]) -> list[list[Record]]:
     return list(lists.values())
 
 
-def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
+def _row(found: list[Record], base_ms: dict[tuple[str, int], float], loss_steps: int) -> Row:
     last = found[-1]
     good = [record for record in found if record.measurement is not None]
     name, engine = last.scenario["name"], last.engine
@@ -115,7 +128,7 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
         return Row(name, engine, last.variant, last.status, note)
     ms = [_median_ms(record) for record in good]
     ratios = [_median_ms(r) / base_ms[_round(r)] for r in good if _round(r) in base_ms]
-    first = good[0].measurement
+    first = _first(good)
     assert first is not None
     figures = [record.measurement for record in good if record.measurement is not None]
     return Row(
@@ -131,7 +144,8 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float]) -> Row:
         peak_reserved_gb=_most([figure.peak_reserved_bytes for figure in figures]),
         host_gb=_most([figure.host_rss_bytes for figure in figures]),
         first_loss=first.losses[0],
-        last_loss=first.losses[-1],
+        last_loss=first.losses[loss_steps - 1],
+        loss_steps=loss_steps,
         rounds=len(good),
         **_activity(figures),
     )
