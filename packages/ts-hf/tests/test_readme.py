@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ts_hf
 from ts_core.registry import commands
@@ -56,7 +55,7 @@ def test_example_of_trl(
     monkeypatch: pytest.MonkeyPatch,
     codec: str,
 ) -> None:
-    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    pytest.importorskip("peft", reason="the optional package peft is not installed")
     pytest.importorskip("trl", reason="the package trl is not installed")
     import datasets
 
@@ -69,7 +68,7 @@ def test_example_of_trl(
     code = blocks[1].replace("path/to/checkpoint", str(folder))
     more = "max_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, "
     code = code.replace("SFTConfig(", f"SFTConfig({more}")
-    space: dict[str, Any] = {"ts_hf": ts_hf, "LoraConfig": peft.LoraConfig}
+    space: dict[str, Any] = {}
     exec(compile(code, str(README), "exec"), space)
     assert space["trainer"].state.global_step == 2
     assert space["trainer"].model._trainstream_session.config.blocks is not None
@@ -78,12 +77,11 @@ def test_example_of_trl(
 def test_example_of_paged_experts(
     checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str], codec: str
 ) -> None:
-    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    pytest.importorskip("peft", reason="the optional package peft is not installed")
     (code,) = re.findall(r"<!-- experts -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
     code = code.replace("path/to/checkpoint", str(checkpoint("mixtral")))
     code = code.replace("moe_paging=True", "moe_paging=True, device='cpu'")
-    names = {"torch": torch, "ts_hf": ts_hf, **vars(peft)}
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(code, str(README), "exec"), {})
     assert "'load_bytes'" in capsys.readouterr().out
 
 

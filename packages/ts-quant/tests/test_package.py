@@ -76,7 +76,9 @@ def test_the_readmes_examples(
     assert len(blocks) == 4
     space: dict[str, Any] = {}
     for block in blocks:
-        exec(block, space)
+        alone: dict[str, Any] = {}
+        exec(block, alone)
+        space |= alone
     printed = capsys.readouterr().out
     assert "ErrorStats(relative=0.0" in printed
     assert "nf4 497664 torch.Size([576, 1536])" in printed and "\nTrue\n" in printed
