@@ -298,8 +298,14 @@ def test_auto_takes_the_most_precise_that_fits(
         chosen(sizes[last] - 2000, ram_fraction=1.0)
     with pytest.raises(OutOfBudgetError, match="in full precision, but only"):
         chosen(plain - 3000, quantize=None)
-    with pytest.raises(OutOfBudgetError, match=f"in {last}, but only"):
+    for free in (sizes[order[0]] + 1000, sizes[last] + 1000):  # the codec that is named loads
+        with pytest.raises(OutOfBudgetError, match="Quantize it") as refusal:
+            chosen(free, quantize=None)
+        named = str(refusal.value).split("quantize='")[1].split("'")[0]
+        assert chosen(free, quantize=named).quantize == named
+    with pytest.raises(OutOfBudgetError, match=f"in {last}, but only") as refusal:
         chosen(sizes[last] - 2000, quantize=last)
+    assert "Quantize it" not in str(refusal.value)
 
 
 def test_quantization_that_would_not_reach_most_of_a_model(

@@ -119,12 +119,26 @@ def choose_codec(
         report.events.append(f"{sizes.not_reached()} and stay in full precision")
     if needed > free:
         how = "in full precision" if chosen is None else f"in {chosen}"
-        remedy = "Quantize it (quantize='nf4'), or free RAM." if chosen is None else "Free RAM."
         raise OutOfBudgetError(
             f"the model takes {format_bytes(needed)} {how}, but only {format_bytes(free)} of RAM "
-            f"is free. {remedy}"
+            f"is free. {_remedy(sizes, options, free)}"
         )
     return chosen
+
+
+def _remedy(sizes: ModelSizes, options: WrapOptions, free: int) -> str:
+    """What makes a model fit that does not: the most precise codec that does, or more RAM."""
+    for name in _by_precision() if sizes.mostly_linear else ():
+        size = sizes.total_bytes(name, options)
+        if size <= free:
+            return f"Quantize it (quantize={name!r}: {format_bytes(size)}), or free RAM."
+    return "Free RAM, or use a machine with more."
+
+
+def _by_precision() -> list[str]:
+    from ts_core.registry import codecs
+
+    return sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
 
 
 def check_stored(size_bytes: int, format_name: str) -> None:
@@ -149,15 +163,11 @@ def _automatic(
     report: LoadReport,
     disk: bool,
 ) -> str | None:
-    from ts_core.registry import codecs
-
     budget = free * ram_fraction
     plain = sizes.total_bytes(None, options, disk)
     if plain <= budget:
         return None
-    order = sorted(codecs.names(), key=lambda name: codecs.get(name).error_rank_order)
-    if not sizes.mostly_linear:
-        order = []
+    order = _by_precision() if sizes.mostly_linear else []
     for name in order:
         size = sizes.total_bytes(name, options)
         if size <= budget:
