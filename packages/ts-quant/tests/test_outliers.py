@@ -87,6 +87,21 @@ def test_every_operation_keeps_them(tmp_path: Path) -> None:
     assert torch.equal(q.dequantize(), expected.dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8", "nvfp4", "mxfp4"])
+def test_the_largest_values_of_a_dtype_stay_finite(name: str, dtype: torch.dtype) -> None:
+    """bf16 has no neighbour of fp16's largest value that fp16 can hold but the one below it."""
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    w = torch.randn(8, 64).to(dtype)
+    w[:, 5], w[::2, 5] = largest, -largest
+    decoded = ts_quant.quantize(w, name, outlier_channels=[5]).dequantize()
+    assert decoded.isfinite().all()
+    error = (decoded[:, 5].double() - w[:, 5].double()).abs() / largest
+    assert error.max() <= 2.0**-8
+    again = ts_quant.quantize(decoded, name, outlier_channels=[5]).dequantize()
+    assert torch.equal(again[:, 5], decoded[:, 5])
+
+
 def test_compiled_without_graph_breaks() -> None:
     torch._dynamo.reset()
     q = ts_quant.quantize(planted(), "int8", outlier_channels=CHANNELS)

@@ -73,9 +73,10 @@ def encode_with(
     rest = weight.index_fill(1, channels, 0.0)
     buffers = codec.encode_checked(rest, spec, name)
     finite = weight.is_meta or bool(torch.isfinite(values).all())
-    if not finite:  # then the whole weight says where
+    if not finite:  # then the whole weight says where, unless it rounded to bf16's infinity
         codec.encode_checked(weight, spec, name)
-        values = values.clamp(-_LARGEST, _LARGEST)  # it rounded to bf16's infinity
+    largest = _LARGEST_OF_FP16 if weight.dtype is torch.float16 else _LARGEST
+    values = values.clamp_(-largest, largest)
     return replace(spec, outliers=channels.numel()), (*buffers, values, channels)
 
 
@@ -108,3 +109,4 @@ def checked(channels: Tensor | Sequence[int], shape: Sequence[int], device: torc
 
 
 _LARGEST = torch.finfo(torch.bfloat16).max
+_LARGEST_OF_FP16 = 65280.0  # bf16's next, 65536, is infinite in fp16
