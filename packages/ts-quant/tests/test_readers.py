@@ -411,6 +411,18 @@ def test_a_folder_of_shards(folder: Callable[..., Path]) -> None:
         assert torch.equal(found[name].dequantize(), q.dequantize())
 
 
+def test_a_folder_of_experts_gives_them_as_models_hold_them(folder: Callable[..., Path]) -> None:
+    """Square ones too, whose shape does not tell; the model's names and shapes are loaded."""
+    codes, scales = _bytes(2, 32, 1, 16), torch.randint(110, 140, (2, 32, 1), dtype=torch.uint8)
+    stored = (_unpack(codes) * (2.0 ** (scales.float() - 127))[..., None]).flatten(-2)
+    path = folder({"quant_method": "mxfp4"}, {"down_blocks": codes, "down_scales": scales})
+    model = torch.nn.Module()
+    model.down = torch.nn.Parameter(torch.empty(2, 32, 32, device="meta"), requires_grad=False)
+    model.load_state_dict(dict(iterate_checkpoint(path, torch.float32)), assign=True)
+    assert isinstance(model.down, ts_quant.TransposedQuantTensor)
+    assert torch.equal(model.down.dequantize(), stored.transpose(1, 2))
+
+
 def test_damaged_folders(folder: Callable[..., Path]) -> None:
     path = folder(None, {"a": torch.ones(3)}, {"a": torch.ones(2)})
     with pytest.raises(ts_quant.CheckpointError, match="both hold 'a'"):

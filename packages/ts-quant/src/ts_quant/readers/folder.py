@@ -31,8 +31,9 @@ def iterate_checkpoint(
         dtype: what quantized weights decode to by default; ordinary tensors keep theirs.
 
     Yields:
-        (name, tensor): QuantTensors for quantized weights (named as if they were not), ordinary
-        tensors for the rest; scales of activations are left out. On the CPU.
+        (name, tensor): QuantTensors for quantized weights, named and shaped as models hold them (a
+        TransposedQuantTensor for MXFP4's experts, which are stored the other way round); ordinary
+        tensors for the rest. Scales of activations are left out. On the CPU.
 
     Raises:
         CheckpointError: files are missing, damaged or truncated.
@@ -58,7 +59,7 @@ def iterate_checkpoint(
         plan = ReadPlan("plain")
     for name, weight in plan.weights.items():
         tensors = {role: read_tensor(entries[key]) for role, key in weight.sources.items()}
-        yield name, weight.build(tensors, dtype)
+        yield name, weight.build_as_held(tensors, dtype)
     left_out = plan.consumed | plan.ignored
     for name, entry in entries.items():
         if name not in left_out:
