@@ -140,6 +140,18 @@ def test_too_little_ram_to_load_is_said(
     assert "What makes it fit" in text and "(--ram)" in text
 
 
+def test_weights_on_a_disk_are_not_loaded_into_ram(
+    tiny_reader: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["large", "--vram", "2GiB", "--ram", "1GiB", "--quantize", "none"]
+    assert run(*asked) == 1
+    assert "(--disk-offload DIRECTORY)" in capsys.readouterr().out
+    assert run(*asked, "--disk-offload", "DIRECTORY") == 0
+    assert "loading needs" not in capsys.readouterr().out
+    with pytest.raises(OptionError, match="--disk-offload=''"):
+        run(*asked, "--disk-offload", "")
+
+
 def test_auto_stores_weights_in_a_codec_where_loading_them_needs_it(
     tiny_reader: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,8 +206,6 @@ def test_every_remedy_makes_the_same_command_fit(
     assert outcome.fits == (outcome.remedies == ())
     for remedy in outcome.remedies:
         flags = flags_of(remedy)
-        if "disk_offload" in remedy:  # of wrap() alone
-            continue
         assert flags, remedy
         kept = [] if "--lora" in flags and "--full" in what else what
         if "--dtype" in what and "--lora" in flags:

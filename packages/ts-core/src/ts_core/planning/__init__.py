@@ -46,6 +46,9 @@ class PlanCommand:
         for name in ("param-offload", "activation-offload", "recompute"):
             parser.add_argument(f"--{name}", default="auto", help="auto, true, false or a fraction")
         parser.add_argument(
+            "--disk-offload", metavar="DIR", help="where weights go that RAM cannot hold"
+        )
+        parser.add_argument(
             "--trust-remote-code", action="store_true", help="run code that the folder ships"
         )
         parser.add_argument("--json", action="store_true", help="print the plan as JSON")

@@ -163,10 +163,15 @@ def _loads(loading_bytes: int, machine: MachineProfile) -> bool:
 
 
 def _loading_bytes(described: Described, codec: str | None, config: WrapOptions) -> int:
+    """RAM that `load_model` fills with weights; frozen ones of blocks take none on a disk."""
+    rest = described.total_bytes - sum(size for _, size in described.weights)
+    if config.disk_offload is not None:
+        return rest
     if codec is None:
         return described.total_bytes
-    stored = sum(int(count * bytes_per_weight(codec, config)) for count, _ in described.weights)
-    return described.total_bytes - sum(size for _, size in described.weights) + stored
+    return rest + sum(
+        int(count * bytes_per_weight(codec, config)) for count, _ in described.weights
+    )
 
 
 def machine_with_ram(machine: MachineProfile, ram_bytes: int) -> MachineProfile:

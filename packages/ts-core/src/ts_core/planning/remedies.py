@@ -50,7 +50,7 @@ def _of_options(asked: Asked) -> list[Change[Asked]]:
         words = f"leave less free (--headroom {LOW_HEADROOM})"
         found.append(Change(words, "headroom", _option("vram_headroom", LOW_HEADROOM)))
     if asked.options.get("disk_offload") is None:
-        words = "put weights on disk (disk_offload=DIRECTORY of wrap())"
+        words = "put weights on disk (--disk-offload DIRECTORY)"
         found.append(Change(words, "disk", _option("disk_offload", "DIRECTORY")))
     return found
 

@@ -56,6 +56,9 @@ def outcome_for(args: argparse.Namespace) -> Outcome:
         if getattr(args, name) != "auto":
             options[name] = _share(name, getattr(args, name))
             check_option(name, options[name], f"--{name.replace('_', '-')}")
+    if args.disk_offload is not None:
+        check_option("disk_offload", args.disk_offload, "--disk-offload")
+        options["disk_offload"] = args.disk_offload
     return plan_training(
         args.model, training, _machine(args), args.quantize, options, args.trust_remote_code
     )
