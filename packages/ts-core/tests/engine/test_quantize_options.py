@@ -10,7 +10,7 @@ from torch import nn
 
 from ts_core import memory_report, quantize_model, unwrap, wrap
 from ts_core.config import WrapOptions
-from ts_core.engine.quantize import make_storer
+from ts_core.engine.quantize import make_storer, quantizable_weights
 from ts_core.engine.quantize_options import bytes_per_weight, quantize_options
 from ts_core.engine.served import init_lora_from_error
 from ts_core.errors import OptionError
@@ -337,6 +337,31 @@ def test_wrap_starts_fresh_adapters_and_leaves_trained_ones() -> None:
     events = memory_report(adapted)["events"]
     assert any("error_rank: 3 adapters start" in event for event in events)
     assert bool((trained.lora_B["default"].weight == 0.5).all())
+
+
+@needs_codecs
+def test_what_adapters_hold_is_not_stored() -> None:
+    """Nor that of one that is not active, which is frozen, nor its copies of whole modules."""
+    peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
+    model = tiny_model(3, WIDTH)
+    config = peft.LoraConfig(r=8, target_modules=["up"], modules_to_save=["down"])
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("other", peft.LoraConfig(r=4, target_modules=["up"]))
+    adapted.set_adapter("other")
+    before = _weights(adapted)
+    blocks = list(model.layers)
+    planned = quantizable_weights(blocks)
+    found = quantize_model(adapted, "nf4", blocks=blocks)
+    assert found["bytes_before"] == sum(size for _, size in planned)
+    layers = [f"base_model.model.layers.{index}." for index in range(3)]
+    stored = ("up.base_layer", "down.original_module", "lora_a", "lora_b")  # the last are its own
+    assert set(_stored(adapted)) == {f"{at}{name}.weight" for at in layers for name in stored}
+    adapters = [
+        n for n, _ in adapted.named_parameters() if ".up.lora_" in n or "modules_to_save" in n
+    ]
+    assert len(adapters) >= 3 * 5
+    for name in adapters:
+        assert torch.equal(adapted.get_parameter(name), before[name])
 
 
 def test_a_model_without_factors_counts_zero() -> None:

@@ -42,7 +42,8 @@ def quantize_model(
     weights only.
 
     A weight that is already stored in some format is left as it is. Trained weights, weights
-    used by more than one module, and everything outside the blocks stay as they are. The model's
+    used by more than one module, adapters (frozen ones too) and everything outside the blocks stay
+    as they are. The model's
     `state_dict()` serves stored weights decoded; loading one encodes again.
 
     Args:
@@ -208,8 +209,9 @@ def _frozen_linears(
     found: list[tuple[str, nn.Linear]] = []
     already = 0
     for index, block in enumerate(stack):
+        beside = _beside_layers(block)
         for inner, module in block.named_modules():
-            if not isinstance(module, nn.Linear):
+            if not isinstance(module, nn.Linear) or id(module) in beside:
                 continue
             weight = module._parameters.get("weight")
             if weight is None or weight.requires_grad or uses[id(weight)] > 1:
@@ -219,6 +221,20 @@ def _frozen_linears(
                 continue
             found.append((names.get(id(module), f"block {index}: {inner}"), module))
     return found, already
+
+
+def _beside_layers(block: nn.Module) -> set[int]:
+    """`id`s of what PEFT keeps beside the layers it adapts: matrices of adapters, trained copies.
+
+    They are small and saved as they are, those of an adapter that is not active (frozen) as well.
+    """
+    found: set[int] = set()
+    for module in block.modules():
+        for name in ("base_layer", "original_module"):
+            layer = module._modules.get(name)
+            if layer is not None:
+                found |= {id(m) for m in module.modules()} - {id(m) for m in layer.modules()}
+    return found
 
 
 def _adapted_layers(model: nn.Module) -> set[int] | None:
@@ -247,11 +263,12 @@ def quantizable_weights(
     found = []
     stacks = [(spec.module, spec.module._parameters[name]) for spec, name in plain_stacks(experts)]
     for block in blocks:
-        inside = {id(module) for module in block.modules()}
+        inside, beside = {id(module) for module in block.modules()}, _beside_layers(block)
         weights = [
             module.weight
             for module in block.modules()
             if isinstance(module, nn.Linear)
+            and id(module) not in beside
             and not module.weight.requires_grad
             and not is_wrapper(module.weight)
         ]
