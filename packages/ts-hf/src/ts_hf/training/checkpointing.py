@@ -17,6 +17,7 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from ts_core.errors import DataError
 from ts_hf.adapters import adapter_state_dict, is_peft_model
@@ -111,13 +112,37 @@ class CheckpointMixin:
         finally:
             self.args.__dict__["_setup_devices"] = device
 
-    def _load_from_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _dtypes_kept(self.model):
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def _load_from_checkpoint(
+        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not self._adapters_read(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self: Any) -> None:
-        with _dtypes_kept(self.model):
+        if not self._adapters_read(Path(self.state.best_model_checkpoint)):
             super()._load_best_model()  # type: ignore[misc]
+
+    def _adapters_read(self: Any, folder: Path) -> bool:
+        """Read every adapter from where PEFT saved it; False where the model has none.
+
+        transformers reads only one, after a resume only that one is trained, and for the best model
+        it takes the folder of the adapter "default" for whichever is active.
+        """
+        if not is_peft_model(self.model):
+            return False
+        places = {
+            name: folder if name == "default" else folder / name for name in self.model.peft_config
+        }
+        missing = [n for n, at in places.items() if not (at / ADAPTER_SAFE_WEIGHTS_NAME).is_file()]
+        if missing:
+            raise DataError(
+                f"{folder} does not hold the adapter {missing[0]!r} of this model. Give the model "
+                f"the adapters, and their names, that it had in the run that saved it."
+            )
+        with _dtypes_kept(self.model):
+            for name, place in places.items():
+                self.model.load_adapter(str(place), name, is_trainable=True, torch_device="cpu")
+        return True
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers.Trainer's. Leftovers of a killed run are tidied up first.
