@@ -7,9 +7,8 @@ keys and values are random, the same ones in each cache. Times are medians per t
 "peak GB" is the most device memory allocated meanwhile, "without weights" the same less the model;
 "tokens" says whether they, and the logits bit for bit, are those of transformers' cache on the
 device, and otherwise from which on they differ and by how many standard deviations of the logits.
-That cache is tried twice: the second time shows what is the kernel's own doing. cuDNN, torch's
-first choice on Hopper, makes a plan for every new length, which the first cache to come pays for
-(and the first one with other strides: `contiguous=False` hands out views with gaps). `--kernel
+That cache is tried twice: the second time shows what is the kernel's own doing, and what the first
+call with new lengths or strides costs (`contiguous=False` hands out views with gaps). `--kernel
 flash` (or math, efficient, cudnn) has every cache attend with that one. Without a GPU it runs
 small, on the host, to check that it runs.
 """

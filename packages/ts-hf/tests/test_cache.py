@@ -230,7 +230,7 @@ def test_a_long_context(
 ) -> None:
     """Bit for bit, wherever layers are; views with gaps need one kernel to be named.
 
-    cuDNN's, torch's first choice on Hopper, is left out: it makes a plan for each length.
+    cuDNN's is left out: with it, transformers' own cache differed from itself on an H200.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import DynamicCache

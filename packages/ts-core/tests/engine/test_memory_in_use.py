@@ -290,7 +290,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     """Twelve blocks of 106 MB, within 1.2 GiB (some stream) or, all trained, within 2.3 GiB.
 
     Of little memory torch's allocator leaves much in pieces, so a fifth is left to it, and nothing
-    is recorded. Few copies may be in flight: a busy host leaves gradients waiting, at most those.
+    is recorded.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -306,7 +306,6 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
         vram_limit=limit,
         vram_headroom=0.2,
         cuda_graphs=False,
-        max_inflight_bytes=32 << 20,
         **options,
     )
     expected: list[int | None] = []

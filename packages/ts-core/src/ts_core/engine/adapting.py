@@ -150,7 +150,6 @@ class PlacementAdapter:
 
         What a step needs that recomputes every block, and recordings of blocks, with the blocks
         and slots there are now, the activations that stay, and the optimizer's state and gradients.
-        Copies in flight are those of the first step: more by up to `max_inflight_bytes` may come.
         None until activations have been measured on a device with a limit.
         """
         session, recomputing = self._session(), self.corrector.recomputing
