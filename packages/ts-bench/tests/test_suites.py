@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ts_bench import adam_updates, records
-from ts_bench.activity import COPY, KERNEL, Span, covered, summarize
 from ts_bench.cli import main
 from ts_bench.engines import get_engine, parse_spec, split_specs
 from ts_bench.engines.ours import ENGINE
@@ -96,20 +95,6 @@ def test_packed_rows_start_again_at_each_document() -> None:
     masked = inputs["labels"] == -100
     assert masked.tolist() == [[True, False, False, False] * 3] * 2
     assert torch.equal(inputs["labels"][~masked], inputs["input_ids"][~masked])
-
-
-def _span(kind: str, start: float, end: float) -> Span:
-    return Span(kind, f"{kind} {end - start:g}", start, end)
-
-
-def test_activity_counts_overlapping_work_once() -> None:
-    spans = [_span(KERNEL, 0, 4), _span(KERNEL, 1, 2), _span(COPY, 3, 6), _span(KERNEL, 10, 12)]
-    assert covered(spans) == 8
-    found = summarize(spans, steps=2, timed_s=7.0)
-    assert (found["kernel_s"], found["copy_s"], found["busy_s"]) == (3, 1.5, 4)
-    assert (found["idle_s"], found["kernels"], found["copies"]) == (3, 1.5, 0.5)
-    assert found["top"][0] == ["kernel 4", 2.0, 0.5]
-    assert summarize([], steps=1, timed_s=1.0)["idle_s"] == 1.0
 
 
 def _run(entries, **settings) -> list[records.Record]:

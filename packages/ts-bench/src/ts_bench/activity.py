@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +29,17 @@ class Span:
     end: float
 
 
-def profile(step: Callable[[], object], steps: int, timed_s: float) -> dict[str, Any]:
+def profile(
+    step: Callable[[], object], steps: int, timed_s: float, trace: Path | None = None
+) -> dict[str, Any]:
     """Profile some steps on the current CUDA device.
 
     Args:
         step: runs one step.
         steps: how many.
         timed_s: seconds of a step without a profiler, against which idle time is counted.
+        trace: file to write what ran when to, for Perfetto or chrome://tracing (gzipped if its
+            name ends in .gz).
 
     Returns:
         As `summarize`.
@@ -47,6 +52,8 @@ def profile(step: Callable[[], object], steps: int, timed_s: float) -> dict[str,
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     spans = []
     for event in profiler.events():
         if "CUDA" not in str(event.device_type) or event.name.startswith(_SPANS):

@@ -115,6 +115,7 @@ def _configure_compare(parser: argparse.ArgumentParser) -> None:
     add("--run-limit", type=float, default=600, help="seconds for one process (%(default)s)")
     add("--time-limit", type=float, help="seconds for everything; the rest is noted as not run")
     add("--profiled", type=int, default=0, help="steps profiled on a GPU (%(default)s)")
+    add("--traces", type=Path, help="folder for traces of the profiled steps (see Perfetto)")
     add("--link", action="store_true", help="measure the link in each process, too")
     add("--preload", action="store_true", help="share the common imports between the processes")
     add("--baseline", help="engine that ratios are relative to")
@@ -163,6 +164,7 @@ def _compare(args: argparse.Namespace) -> int:
         run_limit_s=args.run_limit,
         time_limit_s=args.time_limit,
         profiled=args.profiled,
+        traces=args.traces,
         link=args.link,
         preload=args.preload,
     )

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -33,6 +34,8 @@ class Counts:
         profiled: profiled after the timed ones, on a CUDA device.
         settling: not timed, at most, for an engine that tells when it has settled.
         settling_s: seconds after which no more of these are begun.
+        trace: where to keep a trace of the profiled steps: what its file's name begins with, to
+            which a scenario's name is added. None keeps none.
     """
 
     warmup: int
@@ -40,6 +43,7 @@ class Counts:
     profiled: int = 0
     settling: int = 0
     settling_s: float = 25.0
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.timed < 1:
@@ -171,7 +175,12 @@ class Run:
         )
         if counts.profiled and self.cuda:
             try:
-                activity = profile(step, counts.profiled, statistics.median(times))
+                trace = None
+                if counts.trace is not None:
+                    counts.trace.parent.mkdir(parents=True, exist_ok=True)
+                    name = f"{counts.trace.name}-{self.scenario.name}.json.gz"
+                    trace = counts.trace.with_name(name)
+                activity = profile(step, counts.profiled, statistics.median(times), trace)
             except RuntimeError as error:  # the timed steps stand without it
                 activity = {"error": f"{type(error).__name__}: {error}"}
             figures = dataclasses.replace(figures, activity=activity)

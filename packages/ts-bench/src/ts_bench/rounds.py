@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -40,6 +41,7 @@ class Settings:
         run_limit_s: seconds one process may take.
         time_limit_s: seconds for everything; what no longer fits is recorded as not run.
         profiled: steps that are profiled on a GPU after the timed ones.
+        traces: folder for traces of these steps (an engine's last round counts), or None.
         link: whether each process measures the link between host and device.
         preload: fork the processes from one that has done the common imports.
     """
@@ -53,6 +55,7 @@ class Settings:
     run_limit_s: float = 600.0
     time_limit_s: float | None = None
     profiled: int = 0
+    traces: Path | None = None
     link: bool = False
     preload: bool = False
     settling: int = 0
@@ -246,6 +249,7 @@ class _Run:
             "threads": self.settings.threads,
             "profiled": self.settings.profiled,
             "settling": self.settings.settling,
+            "trace": _trace(self.settings.traces, f"{spec}-{variant}"),
             "link": self.settings.link,
         }
         own = getattr(engine, "own_interpreter", False)
@@ -307,6 +311,12 @@ def _run_job(
     if code or result is None:
         return records.CRASHED, f"exit status {code} without a result", result
     return records.OK, "", result
+
+
+def _trace(folder: Path | None, name: str) -> str | None:
+    if folder is None:
+        return None
+    return str(folder.resolve() / re.sub(r"[^\w.-]+", "-", name).strip("-"))
 
 
 def _now() -> str:

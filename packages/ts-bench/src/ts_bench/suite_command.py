@@ -17,6 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, help="at most so many rounds")
     add("--only", action="append", default=[], metavar="TEXT", help="entries with it; repeatable")
     add("--profiled", type=int, default=2, help="steps profiled on a GPU (%(default)s)")
+    add("--traces", type=Path, help="folder for traces of the profiled steps (see Perfetto)")
     add("--steps", type=int, help="timed steps, instead of the suite's")
     add("--no-preload", action="store_true", help="import everything anew in each process")
     add("--tiny", action="store_true", help="with toys, on the CPU, to see that it works")
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         run_limit_s=args.run_limit,
         time_limit_s=args.time_limit,
         profiled=args.profiled,
+        traces=args.traces,
         link=suite.link,
         preload=not args.no_preload,
     )

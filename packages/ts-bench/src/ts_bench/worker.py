@@ -44,7 +44,8 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     Args:
         job: engine, variant, scenario, device, warmup, steps, threads; and maybe `also` (more
             scenarios of the same model, run one after the other on what was prepared), `profiled`
-            and `settling` (steps) and `link` (whether to measure the link).
+            and `settling` (steps), `trace` (see `Counts`) and `link` (whether
+            to measure the link).
         on_result: called with what there is so far, after each scenario.
 
     Returns:
@@ -64,7 +65,11 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     if device.type == "cuda":  # some calls of torch want the index said
         device = torch.device("cuda", torch.cuda.current_device())
     counts = Counts(
-        job["warmup"], job["steps"], job.get("profiled", 0), settling=job.get("settling", 0)
+        job["warmup"],
+        job["steps"],
+        job.get("profiled", 0),
+        settling=job.get("settling", 0),
+        trace=Path(job["trace"]) if job.get("trace") else None,
     )
     prepared: list[Run] = []
 
