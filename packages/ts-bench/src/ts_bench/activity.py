@@ -48,7 +48,7 @@ def profile(
     from torch.profiler import profile as torch_profile
 
     torch.cuda.synchronize()
-    with torch_profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()

@@ -312,7 +312,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     for step in range(24):
         if step == 16:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
+            model._trainstream_session.device.reset_peak()
         loss = model(tokens)
         loss.backward()
         optimizer.step()
