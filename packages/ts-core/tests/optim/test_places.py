@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
 from typing import Any
 
@@ -232,3 +233,19 @@ def test_arena_is_asked_for_pinned_state(lab: Any) -> None:
         OffloadAdamW(model.parameters(), arena=arena, **options).build()
         held = arena.stats().get("optimizer state", 0)
         assert (held > 0) == bool(expected)
+
+
+def test_new_values_reach_the_device_while_a_load_waits_for_its_buffer(lab: Any) -> None:
+    device = SeparateHost()
+    copies = CopyEngine(device)
+    model = lab.model(torch.float32)
+    optimizer = OffloadAdamW(lab.groups(model, True), lr=1e-2, device=device, copies=copies)
+    used = threading.Event()
+    reader = device.new_stream("reader")
+    device.launch(reader, lambda: used.wait() and None)
+    load = copies.h2d(torch.zeros(8), torch.ones(8), after=reader.record())
+    lab.run(model, optimizer, 2)
+    optimizer.synchronize()  # a timeout here: new values wait behind the load
+    assert not load.query() and copies.stats()["h2d"].bytes > 32
+    used.set()
+    load.synchronize()

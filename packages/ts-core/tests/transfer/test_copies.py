@@ -31,6 +31,22 @@ def test_copies_are_ordered_behind_events_and_counted() -> None:
     assert (stats["h2d"].bytes, stats["d2h"].copies) == (4000, 1)
 
 
+def test_new_values_do_not_wait_behind_a_buffer_that_is_in_use() -> None:
+    device = HostDevice()
+    engine = CopyEngine(device)
+    used = threading.Event()
+    reader = device.new_stream("reader")
+    device.launch(reader, lambda: used.wait() and None)
+    source, buffer, weight = torch.ones(8), torch.zeros(8), torch.zeros(8)
+    filled = engine.h2d(buffer, source, after=reader.record())
+    engine.values_h2d(weight, source).synchronize()  # a timeout here: it waits for the reader
+    assert weight.tolist() == [1.0] * 8 and not filled.query()
+    used.set()
+    filled.synchronize()
+    stats = engine.stats()["h2d"]
+    assert (stats.bytes, stats.copies) == (64, 2)
+
+
 def test_pieces_are_one_copy_behind_its_event_and_before_its_own() -> None:
     engine = CopyEngine(HostDevice())
     source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(60, dtype=torch.uint8)

@@ -24,10 +24,12 @@ DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-# Programs of a kernel that waits for the link, at most: enough bytes in flight to fill it. Never on
-# more than half of the processors, for the computation beside it.
-LINK_PROGRAMS = 64
-_BLOCK = 1024
+# Programs of a kernel that waits for the link, at most, each as wide as can be: enough bytes in
+# flight to fill it. A processor that one occupies is lost to matrix products beside it, whose
+# programs want all of its registers (docs/decisions/zero-copy.md).
+LINK_PROGRAMS = 8
+_LINK_BLOCK, _LINK_WARPS = 4096, 32
+_BLOCK, _WARPS = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ def update_on_device(
         return
     kernel = _kernel()
     s = scalars(hyper, step, scale)
-    blocks = -(-param.numel() // _BLOCK)
+    block, warps = (_LINK_BLOCK, _LINK_WARPS) if over_link else (_BLOCK, _WARPS)
+    blocks = -(-param.numel() // block)
     programs = min(blocks, _link_programs(device) if over_link else 8192)
     master = param if state.master is None else state.master
     with torch.cuda.device(device):
@@ -105,8 +108,8 @@ def update_on_device(
             s.step_size,
             HAS_MASTER=state.master is not None,
             LERP_FROM_M=s.lerp_from_m,
-            BLOCK=_BLOCK,
-            num_warps=8,
+            BLOCK=block,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
 

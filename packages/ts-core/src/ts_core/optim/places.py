@@ -174,7 +174,7 @@ class HostPlace(Place):
                 self._native(update, gradient, offset, size, segment, scale)
                 if self._param_h is not None:
                     end = offset + size
-                    event = self._copies.h2d(
+                    event = self._copies.values_h2d(
                         update.target[offset:end], self._param_h[offset:end], after=update.behind
                     )
         self.seconds = time.perf_counter() - start

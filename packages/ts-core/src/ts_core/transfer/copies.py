@@ -15,7 +15,7 @@ from ts_core.config import default_inflight_bytes
 from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
 from ts_core.transfer.pending import PendingCopy
-from ts_core.transfer.totals import DirectionStats, count
+from ts_core.transfer.totals import DIRECTIONS, DirectionStats, count
 
 After: TypeAlias = Event | Sequence[Event | None] | None
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # destination, source
@@ -64,15 +64,22 @@ class _Lane:
         return self.most_bytes
 
 
+# Lanes, and the direction of each.
+_LANES = {"h2d": "h2d", "values": "h2d", "d2h": "d2h"}
+
+
 class CopyEngine:
-    """Queues copies on one stream per direction.
+    """Queues copies on one stream per direction, and on one for updated values.
+
+    What fills buffers waits for these to become free, and whatever is behind it on its stream waits
+    with it. New values of weights have memory of their own, so they go by themselves.
 
     A copy keeps its tensors alive until it has finished, so a source may be dropped by the caller
     at once; the caller must not write to it before the returned event.
 
     Args:
         device: the accelerator.
-        max_inflight_bytes: a direction holds at most this many bytes of unfinished copies (one
+        max_inflight_bytes: a stream holds at most this many bytes of unfinished copies (one
             larger copy is let through alone); the host waits for the oldest beyond it. None: 1 GiB,
             or a tenth of the memory of a device that has its own.
     """
@@ -81,11 +88,15 @@ class CopyEngine:
         self.device = device
         usable = device.usable_bytes() if device.separate_memory else None
         self.max_inflight_bytes = max_inflight_bytes or default_inflight_bytes(usable)
-        self._lanes = {name: _Lane(device.new_stream(name)) for name in ("h2d", "d2h")}
+        self._lanes = {name: _Lane(device.new_stream(name)) for name in _LANES}
 
     def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
         """Queue a copy to the device after `after`; returns the event of its completion."""
         return self._copy("h2d", dst_d, src_h, after)
+
+    def values_h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
+        """As `h2d`, for new values of weights that stay on the device."""
+        return self._copy("values", dst_d, src_h, after)
 
     def h2d_pieces(
         self,
@@ -140,7 +151,7 @@ class CopyEngine:
         return self.device.compute_stream().record()
 
     def record_h2d(self) -> Event:
-        """An event after every copy to the device queued so far."""
+        """An event after every copy to the device queued so far, but for updated values."""
         return self._lanes["h2d"].stream.record()
 
     def unseen_bytes(self, size_bytes: int) -> int:
@@ -171,20 +182,23 @@ class CopyEngine:
 
     def stats(self) -> dict[str, DirectionStats]:
         """Counters by direction, "h2d" and "d2h"."""
-        return {name: lane.stats for name, lane in self._lanes.items()}
+        found = {direction: DirectionStats() for direction in DIRECTIONS}
+        for name, lane in self._lanes.items():
+            found[_LANES[name]].add(lane.stats)
+        return found
 
-    def _copy(self, direction: str, dst: torch.Tensor, src: torch.Tensor, after: After) -> Event:
-        return self._copy_all(direction, [(dst, src)], after, keep=(dst, src))
+    def _copy(self, lane: str, dst: torch.Tensor, src: torch.Tensor, after: After) -> Event:
+        return self._copy_all(lane, [(dst, src)], after, keep=(dst, src))
 
     def _copy_all(
         self,
-        direction: str,
+        name: str,
         pairs: Sequence[Pair],
         after: After,
         keep: tuple[torch.Tensor, ...],
         leave_bytes: int = 0,
     ) -> Event:
-        lane = self._lanes[direction]
+        lane = self._lanes[name]
         most = self.max_inflight_bytes - leave_bytes
         size_bytes = sum(src.numel() * src.element_size() for _, src in pairs)
         with lane.lock:
@@ -203,7 +217,7 @@ class CopyEngine:
             lane.stats.bytes += size_bytes
             lane.stats.copies += len(pairs)
             waits = lane.stats.limit_waits - waits
-        count(self.device.torch_device, direction, size_bytes, len(pairs), waits)
+        count(self.device.torch_device, _LANES[name], size_bytes, len(pairs), waits)
         return event
 
     def _paused(self, pairs: Sequence[Pair], stream: Stream) -> Iterator[Pair]:

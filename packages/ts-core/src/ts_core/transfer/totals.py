@@ -18,6 +18,12 @@ class DirectionStats:
     copies: int = 0
     limit_waits: int = 0
 
+    def add(self, other: DirectionStats) -> None:
+        """Count what another one counted, too."""
+        self.bytes += other.bytes
+        self.copies += other.copies
+        self.limit_waits += other.limit_waits
+
 
 DIRECTIONS = ("h2d", "d2h")
 _totals: dict[tuple[torch.device, str], DirectionStats] = {}
@@ -51,9 +57,7 @@ def transfer_stats(device: str | torch.device | None = None) -> dict[str, dict[s
     with _lock:
         for (where, direction), stats in _totals.items():
             if wanted is None or where == wanted or (wanted.index is None and _same(where, wanted)):
-                found[direction].bytes += stats.bytes
-                found[direction].copies += stats.copies
-                found[direction].limit_waits += stats.limit_waits
+                found[direction].add(stats)
     return {name: dict(vars(stats)) for name, stats in found.items()}
 
 
