@@ -67,22 +67,40 @@ def repage(current: Sequence[int], candidates: Sequence[int], count: int) -> tup
     """`count` of `candidates` to page, spread evenly, with few changes from `current`.
 
     Blocks are taken from the widest stretch of resident ones, or given back where paged ones are
-    closest.
+    closest. A stretch at either end counts as if its mirror image followed, as a pass does that
+    runs the other way: while it computes such a stretch twice, the link has nothing to load.
     """
-    chosen = sorted(set(current) & set(candidates))
     rank = {index: place for place, index in enumerate(candidates)}
-    count = min(count, len(candidates))
+    chosen = sorted(rank[index] for index in set(current) & set(candidates))
+    total = len(candidates)
+    count = min(count, total)
     while len(chosen) > count:
-        places = [-1, *(rank[index] for index in chosen), len(candidates)]
-        widths = [places[k + 2] - places[k] for k in range(len(chosen))]
+        around = _mirrored(chosen, total)
+        if len(chosen) > 1:  # what is left when one at an end has gone is mirrored, too
+            around[0], around[-1] = -chosen[1] - 1, 2 * total - 1 - chosen[-2]
+        widths = [around[k + 2] - around[k] for k in range(len(chosen))]
         chosen.pop(widths.index(min(widths)))
     while len(chosen) < count:
-        places = [-1, *(rank[index] for index in chosen), len(candidates)]
-        gaps = [after - before for before, after in itertools.pairwise(places)]
+        around = _mirrored(chosen, total)
+        gaps = [after - before for before, after in itertools.pairwise(around)]
         widest = gaps.index(max(gaps))
-        chosen.append(candidates[(places[widest] + places[widest + 1]) // 2])
-        chosen.sort()
-    return tuple(chosen)
+        before, after = around[widest], around[widest + 1]
+        if not chosen:
+            chosen = [total // 2]
+        elif widest == 0:  # as far from its mirror image as from the next one
+            chosen.insert(0, after // 3)
+        elif widest == len(chosen):
+            chosen.append(total - 1 - (total - 1 - before) // 3)
+        else:
+            chosen.insert(widest, (before + after) // 2)
+    return tuple(candidates[place] for place in chosen)
+
+
+def _mirrored(chosen: Sequence[int], total: int) -> list[int]:
+    """`chosen` of `total` places, between the mirror images of its first and its last."""
+    if not chosen:
+        return [-1, total]
+    return [-chosen[0] - 1, *chosen, 2 * total - 1 - chosen[-1]]
 
 
 def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
