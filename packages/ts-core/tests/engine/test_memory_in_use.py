@@ -125,10 +125,11 @@ def test_recordings_are_given_up_where_a_step_leaves_too_little() -> None:
     memory.set_apart(measured, 50)
     wanted = memory.apart
     peak = 9_500 - wanted  # half of the headroom may be used
-    assert memory.give_up_recordings() is None and memory.apart == wanted
+    assert memory.no_room_for_recordings() is None and memory.apart == wanted
     peak += 1
-    text = memory.give_up_recordings()
+    text = memory.no_room_for_recordings()
     assert text is not None and "recordings would take" in text
+    memory.give_up_recordings()
     assert memory.apart == 0
     memory.set_apart(measured, 50)  # of a larger input
     assert memory.apart == 0

@@ -98,6 +98,17 @@ def test_a_peak_over_the_target_pages_more() -> None:
     assert "5 more blocks stream, 17 of 20 stream now" in run.corrector.history[0].change
 
 
+def test_what_will_not_come_after_all_is_room_for_blocks() -> None:
+    """Room that was set apart beside the peak of each step, for recordings that are not made."""
+    run = Run()
+    for step in range(1, 6):
+        run.corrector.observe(step, run.corrector.placed + 300 * MIB, True, 300 * MIB)
+    assert run.paged == 11 and not run.corrector.adapting
+    run.corrector.is_free(300 * MIB)
+    found = run.corrector.observe(6, run.corrector.placed + 300 * MIB)
+    assert found is not None and len(found.paged) == 8 and run.corrector.adapting
+
+
 def test_a_later_larger_step_starts_it_again() -> None:
     run = Run()
     run.go(6, lambda step: 300 * MIB)

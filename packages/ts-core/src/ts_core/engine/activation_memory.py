@@ -88,8 +88,8 @@ class ActivationMemory:
             workspaces = _RECORDING_STREAMS * self._device.workspace_bytes()
             self.for_recordings = RECORDED_BLOCKS * (most + gradients) + workspaces
 
-    def give_up_recordings(self) -> str | None:
-        """Where steps leave too little of the device's memory for recordings, expect none.
+    def no_room_for_recordings(self) -> str | None:
+        """Whether steps leave too little of the device's memory for recordings.
 
         To be asked before the first is made. What they take may be half of the headroom.
 
@@ -102,12 +102,15 @@ class ActivationMemory:
         peak, wanted = self._device.memory()["peak_allocated"], self.apart
         if peak + wanted <= usable * (1 - self._options.headroom / 2):
             return None
-        self._replayed = False
-        self.for_recordings = 0
         return (
             f"recordings would take {human(wanted)}, and a step takes {human(peak)} of "
             f"{human(usable)}"
         )
+
+    def give_up_recordings(self) -> None:
+        """Expect none from now on."""
+        self._replayed = False
+        self.for_recordings = 0
 
     def limits(self, device_room: int | None) -> ActivationLimits:
         """For `decide`, with this much room on the device."""

@@ -164,6 +164,10 @@ class PlacementAdapter:
         leaving = max(0, self._unseen - _unseen(session))
         return recomputing + self.corrector.placed + kept + held - self._held + leaving
 
+    def is_free(self, size_bytes: int) -> None:
+        """What was set apart for recordings is for others now, since none will be made."""
+        self.corrector.is_free(size_bytes)
+
     def before_larger(self, ratio: float) -> None:
         """An input comes that is `ratio` times as large as any before, and will be measured.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ts_core.device.base import Device
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import NOTHING, Bytes, Piece, Split, in_words, split
+from ts_core.optim.split import NOTHING, Bytes, Piece, Split, in_words, split, timed
 
 if TYPE_CHECKING:
     from ts_core.optim.adamw import OffloadAdamW
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 STEPS_BETWEEN = 2
 CORRECTIONS = 3
 _BALANCED = 0.1
+# State moves again, but into device memory, where the predicted updates are shorter by this share:
+# moving takes longer than some steps, and what host threads take differs from step to step.
+_WORTH_MOVING = 0.05
 
 
 class HybridSplit:
@@ -143,11 +146,8 @@ class HybridSplit:
 
     def _taken(self, optimizer: OffloadAdamW) -> int:
         """Device memory of state now, and of gradients that wait for it."""
-        pieces = self._pieces(optimizer.buckets)
-        return sum(
-            piece.device_bytes(bucket.place.name)
-            for piece, bucket in zip(pieces, optimizer.buckets, strict=True)
-        )
+        places = [bucket.place.name for bucket in optimizer.buckets]
+        return _device_bytes(self._pieces(optimizer.buckets), places)
 
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
         waits, passes = self._waits(), self._passes()
@@ -170,9 +170,15 @@ class HybridSplit:
         optimizer.build()  # a group may have been added that has had no gradient yet
         pieces = self._pieces(optimizer.buckets)
         assert self._rates is not None
+        taken = self._taken(optimizer)
         if room is None:
-            room = max(self._room() + self._taken(optimizer), 0)
+            room = max(self._room() + taken, 0)
         found = split(pieces, self._rates, room, self._factor, self._others)
+        more = _device_bytes(pieces, found.places) > taken
+        if self.last is not None and taken <= room and not more:
+            stay = timed(pieces, self.last.places, self._rates, self._factor, self._others)
+            if found.seconds > (1 - _WORTH_MOVING) * stay.seconds:
+                found = stay
         changed = self.last is None or found.places != self.last.places
         if changed:
             optimizer.place_state(found.places)
@@ -180,3 +186,8 @@ class HybridSplit:
             self._device.reset_peak()
         self._since = (self._steps, self._copied())
         self.last = found
+
+
+def _device_bytes(pieces: Sequence[Piece], places: Sequence[str]) -> int:
+    """Device memory that these places take for the whole of a step."""
+    return sum(p.device_bytes(place) for p, place in zip(pieces, places, strict=True))

@@ -198,12 +198,23 @@ def _with_host_share(
             if chosen[index] != "host":
                 room_bytes -= needed
                 by_device = max(0, by_device - pieces[index].values)
-    on_host = sum(p.values for p, place in zip(pieces, chosen, strict=True) if place == "host")
+    return timed(pieces, chosen, rates, host_factor, others)
+
+
+def timed(
+    pieces: Sequence[Piece],
+    places: Sequence[str],
+    rates: Rates,
+    host_factor: float = 1.0,
+    others: Bytes = NOTHING,
+) -> Split:
+    """The split with these places, whatever room they take; arguments as of `split`."""
+    on_host = sum(p.values for p, place in zip(pieces, places, strict=True) if place == "host")
     moved = others
-    for piece, place in zip(pieces, chosen, strict=True):
+    for piece, place in zip(pieces, places, strict=True):
         moved += piece.link_bytes(place)
     host_s, link_s = _side_by_side(on_host / (rates.host * host_factor), max(moved) / rates.link)
-    return Split(tuple(chosen), host_s, link_s)
+    return Split(tuple(places), host_s, link_s)
 
 
 def _spread(

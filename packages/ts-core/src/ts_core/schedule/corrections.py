@@ -239,6 +239,12 @@ class PeakCorrector:
             return False
         return best.seconds["step"] <= (1 - _WORTH_LEAVING) * now.seconds["step"]
 
+    def is_free(self, size_bytes: int) -> None:
+        """Bytes that were said to come on top of what steps used (`apart`) will not come."""
+        self._most_needed = max(0, self._most_needed - size_bytes)
+        if self._recomputing is not None:
+            self._recomputing = max(0, self._recomputing - size_bytes)
+
     def make_room(self, step: int, ratio: float) -> Plan | None:
         """An input comes that is `ratio` times as large as the largest so far.
 

@@ -24,7 +24,7 @@ def test_nothing_is_recorded_where_it_was_given_up(
         asked.append(1)
         return "recordings would take 2 GiB"
 
-    monkeypatch.setattr(ActivationMemory, "give_up_recordings", give_up)
+    monkeypatch.setattr(ActivationMemory, "no_room_for_recordings", give_up)
     pair = both([Block(), Block()], plain_steps)
     assert asked == [1]
     assert not pair.report["on"] and pair.report["recorded"] == 0

@@ -10,6 +10,7 @@ from torch import nn
 from ts_core.device import Device
 from ts_core.engine.blocks import shared_parameters
 from ts_core.engine.replay.cuda_recorder import CudaRecorder
+from ts_core.engine.replay.pace import Pace
 from ts_core.engine.replay.policy import BlockReplay
 from ts_core.engine.replay.recorder import Recorder
 
@@ -48,10 +49,22 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         # The pool of the recordings is free in torch's count, and nobody else may have it.
         return target - now.device.memory()["allocated"] - recorder.pool_bytes()
 
+    pace = Pace(session.device)
+
     def give_up() -> str | None:
         now = here()
-        activations = None if now is None else now.activations
-        return None if activations is None else activations.memory.give_up_recordings()
+        if now is None or now.activations is None:
+            return None
+        memory = now.activations.memory
+        apart = memory.apart
+        why = memory.no_room_for_recordings()
+        if why is None and asked == "auto" and now.state_room is not None:
+            why = now.state_room.instead_of(pace, apart)
+        if why is not None:
+            memory.give_up_recordings()
+            if now.adapter is not None:
+                now.adapter.is_free(apart)
+        return why
 
     shared = frozenset(shared_parameters(model, session.blocks))
     return BlockReplay(
@@ -63,4 +76,5 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         room_bytes,
         shared,
         give_up,
+        pace,
     )
