@@ -11,7 +11,7 @@ from ts_core.device.base import Timestamp
 
 # Recordings shorten what the host does for a block. Where that takes at most this share of what
 # the device does, it is hidden with and without them.
-_HIDDEN = 0.5
+_HIDDEN = 0.75
 _KEPT = 256
 _ENOUGH = 4
 

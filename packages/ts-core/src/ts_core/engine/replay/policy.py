@@ -168,6 +168,7 @@ class BlockReplay:
             "scratch_bytes": self._keeper.scratch_bytes(),
             "pool_bytes": self.pool_bytes(),
             "seconds_recording": notes.seconds,
+            "seconds_per_block": None if self._pace is None else self._pace.seconds(),
         }
 
     def size_bytes(self) -> int:
