@@ -175,6 +175,7 @@ class Loads:
     """An optimizer of large weights, and steps that copy blocks of `size` bytes besides."""
 
     size = 60 * MILLION
+    as_expected = True  # host threads seem to take the time that the split foresaw
 
     def __init__(self, lines: list[str], measured: int = 0, **options: Any) -> None:
         self.params = [torch.nn.Parameter(torch.zeros(600, 1000)) for _ in range(24)]
@@ -204,7 +205,7 @@ class Loads:
                     param.grad = torch.ones_like(param)
                     self.optimizer._on_gradient(param)
             on_host = [b.place for b in self.optimizer.buckets if b.place.name == "host"]
-            for place in on_host:  # as fast as expected
+            for place in on_host if self.as_expected else ():
                 assert self.split.last is not None
                 place.seconds = self.split.last.host_s / len(on_host)
             self.optimizer.step()
@@ -229,7 +230,8 @@ def test_copies_of_others_are_measured(passes: int) -> None:
 def test_state_is_not_moved_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moving it takes as long as steps, and host threads are not as fast in every step."""
     lines: list[str] = []
-    run = Loads(lines, eager=False)  # updates begin in step()
+    run = Loads(lines)
+    run.as_expected = False
     slower = 1.0
     update = HostPlace.update
 
