@@ -247,7 +247,7 @@ def test_state_is_not_moved_for_a_little(monkeypatch: pytest.MonkeyPatch) -> Non
     slower = 1.12
     assert run.steps(2, 0) == before and len(lines) == 1
     slower = 2.0
-    assert run.steps(2, 0)["host"] < before["host"] and len(lines) == 2
+    assert run.steps(2, 0).get("host", 0) < before["host"] and len(lines) == 2
 
 
 def test_only_copies_of_steps_that_count_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
