@@ -8,7 +8,8 @@ constraints changed. So a fresh checkout needs one command for anything:
         && .venv/bin/nox -s tests
 
 Environment: TS_TORCH=2.12.0 installs that torch instead of the pinned one; TS_FLOOR_TORCH is the
-oldest torch to test (`floor`).
+oldest torch to test (`floor`); TS_TEST_JOBS is how many processes `tests` has, at most one for each
+core and 3 GiB of free RAM.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PACKAGES = ["ts-quant", "ts-kernels", "ts-core", "ts-hf", "ts-bench"]
 MODULES = [name.replace("-", "_") for name in PACKAGES] + ["trainstream"]
 SIBLINGS = {"ts-hf": ["ts-core"], "ts-bench": ["ts-core", "ts-hf"]}
 BUILD_TOOLS = ["hatchling", "editables", "pybind11", "ninja", "build"]
-TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
+TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
 # What a package's tests use besides what it requires. A CUDA torch brings triton, others do not;
 # its interpreter, which runs the kernels on a CPU, needs numpy.
 TRITON = "triton; platform_system == 'Linux'"
@@ -160,9 +161,30 @@ def layers(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Every test of every package. Arguments after `--` go to pytest."""
+    """Every test of every package, by several processes. Arguments after `--` go to pytest."""
     _environment(session)
-    _run(session, "-m", "pytest", "-q", *session.posargs)
+    jobs = [] if _chooses_jobs(session.posargs) else ["-n", str(_test_jobs())]
+    # One thread each, in what tests start, too: they share the cores.
+    threads = {name: os.environ.get(name, "1") for name in ("TS_TEST_THREADS", "OMP_NUM_THREADS")}
+    _run(session, "-m", "pytest", "-q", *jobs, *session.posargs, **threads)
+
+
+def _chooses_jobs(arguments: list[str]) -> bool:
+    return any(text.startswith(("-n", "--numprocesses", "--pdb")) for text in arguments)
+
+
+def _test_jobs() -> int:
+    """Processes of tests: cores that may be used, but each needs about 3 GiB; TS_TEST_JOBS."""
+    if os.environ.get("TS_TEST_JOBS"):
+        return int(os.environ["TS_TEST_JOBS"])
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free = usable or 1
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        free = int(text.partition("MemAvailable:")[2].split()[0]) // (3 << 20)
+    except (OSError, IndexError, ValueError):
+        pass  # another system; its cores decide
+    return max(1, min(usable or 1, free, 8))
 
 
 @nox.session(venv_backend="none")

@@ -73,6 +73,14 @@ def test_summary_takes_medians_and_ratios_within_a_round() -> None:
     assert rows["unsloth"].note == "pip install unsloth"
 
 
+def test_the_range_is_of_medians_of_ten_steps() -> None:
+    noisy = [0.1] * 9 + [5.0] + [0.3] * 10 + [0.2] * 10
+    found = [_record("trainstream", noisy), _record("trainstream", [0.4] * 3, repeat=1)]
+    (row,) = summarize(found)
+    assert row.step_ms_range == pytest.approx((100, 400))
+    assert summarize(found[:1])[0].step_ms_range == pytest.approx((100, 300))
+
+
 def test_another_baseline() -> None:
     rows = {row.engine: row for row in summarize(FOUND, "bitsandbytes")}
     assert rows["trainstream"].ratio == pytest.approx((0.2 / 0.8 + 0.1 / 0.6) / 2)

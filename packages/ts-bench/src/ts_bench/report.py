@@ -42,7 +42,7 @@ def cells(row: Row) -> list[str]:
     return [
         name,
         _milliseconds(row.step_ms),
-        f"{low:.1f}-{high:.1f}" if row.rounds > 1 else "",
+        f"{low:.1f}-{high:.1f}" if low < high else "",
         "" if row.ratio is None else f"{row.ratio:.2f}x",
         _optional(row.queued_ms, "{:.1f} ms"),
         _optional(row.kernel_ms, "{:.1f} ms"),

@@ -59,7 +59,7 @@ class Suite:
     entries: tuple[Planned, ...]
     link: bool = False
     warmup: int = 4
-    steps: int = 10
+    steps: int = 30
     settling: int = 36
 
 
@@ -79,12 +79,12 @@ SUITES: dict[str, Suite] = {
             Planned(OURS, _ALL_24, rounds=3),
             Planned("unsloth", _ALL_24, rounds=2),
             Planned(OURS, _ALL_12, rounds=3),
+            Planned(OURS, ("lora-14b-fp8-1x2048-24g",)),
+            Planned(OURS, _PACKED_24),
             Planned("bitsandbytes", _ALL_24[:1], PLAIN),
             Planned(LIGER, _ALL_24, CHECKPOINTING),
-            Planned(OURS, ("lora-14b-fp8-1x2048-24g",)),
             Planned("trainstream-0.4.1", _ALL_24),
             Planned("bitsandbytes", _ALL_24, CHECKPOINTING),
-            Planned(OURS, _PACKED_24),
             Planned(LIGER, _ALL_12, CHECKPOINTING),
             Planned("unsloth", _ALL_12),
             Planned("bitsandbytes", _ALL_12, CHECKPOINTING),

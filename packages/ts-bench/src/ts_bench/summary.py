@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from ts_bench import records
 from ts_bench.records import Measurement, Record
 
 OURS = "trainstream"
+SERIES = 10  # steps whose median shows how much medians differ
 PUBLISHED = "trainstream-0.4.1"
 
 
@@ -23,7 +25,7 @@ class Row:
         status: "ok" if any round succeeded, else that of its last record.
         note: why it failed, or which variants failed before; empty if none did.
         step_ms: median over rounds of the round's median step.
-        step_ms_range: smallest and largest of the rounds' medians.
+        step_ms_range: smallest and largest median of ten steps in a row, over all rounds.
         ratio: median over rounds of this engine's step time over the baseline's in the same
             round (above 1: slower than the baseline); None where a round lacks either.
         peak_allocated_gb, peak_reserved_gb, host_gb: the most over all rounds, 1e9 bytes;
@@ -138,7 +140,7 @@ def _row(found: list[Record], base_ms: dict[tuple[str, int], float], loss_steps:
         status=records.OK,
         note="; ".join([*earlier, *_unsettled(figures)]),
         step_ms=median(ms),
-        step_ms_range=(min(ms), max(ms)),
+        step_ms_range=_range([figure.step_s for figure in figures]),
         ratio=median(ratios) if ratios else None,
         peak_allocated_gb=_most([figure.peak_allocated_bytes for figure in figures]),
         peak_reserved_gb=_most([figure.peak_reserved_bytes for figure in figures]),
@@ -187,6 +189,16 @@ def _median_ms(record: Record) -> float:
     if record.measurement is None:
         raise ValueError(f"the record of {record.engine} has no measurement ({record.status})")
     return 1000 * median(record.measurement.step_s)
+
+
+def _range(rounds: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Smallest and largest median in ms of a series, where each round has one or more."""
+    medians = []
+    for step_s in rounds:
+        count = max(1, len(step_s) // SERIES)
+        edges = [len(step_s) * k // count for k in range(count + 1)]
+        medians += [median(step_s[a:b]) for a, b in itertools.pairwise(edges)]
+    return 1000 * min(medians), 1000 * max(medians)
 
 
 def _most(sizes: Sequence[int | None]) -> float | None:
