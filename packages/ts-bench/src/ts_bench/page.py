@@ -202,7 +202,7 @@ def _record_parts(found: Sequence[Record], folder: Path, name: str) -> list[str]
             f"{about.get('name', about['type'])}, torch {ran.environment['versions']['torch']}"
         )
         picture = folder / f"{name}-{kind}.png"
-        caption = f"{caption}, {day}; random weights and tokens; thin lines: range of medians of ten steps"
+        caption += f", {day}; random weights and tokens; thin lines: range of medians of ten steps"
         if plot(summarize(some), picture, limits, caption):
             pictures.append(f"![{kind}: step times and memory]({picture.name})")
     return [parts[0], *pictures, *parts[1:]]
