@@ -8,6 +8,7 @@ be one unit in the last place off; the other dtypes are held to the tests' usual
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -41,16 +42,17 @@ def _launches(monkeypatch):
     assert count, "no kernel was launched"
 
 
-def check(actual, plain, exact, name):
+def check(actual, plain, exact, name, log=0.0):
     """The rounding tier, with one unit in the last place more for 16-bit results.
 
     These cases are so small that plain PyTorch's largest error is a matter of luck; in bf16 the
-    interpreter truncates, at two places.
+    interpreter truncates, at two places. Its logarithms are numpy's, four units off on processors
+    with AVX-512: `log` is the size of one whose error a whole row shares.
     """
-    if actual.dtype == torch.float32:
+    if actual.dtype == torch.float32 and not log:
         assert_rounding_tier(actual, plain, exact, name)
         return
-    units = 3 if actual.dtype == torch.bfloat16 else 1
+    units = {torch.bfloat16: 3, torch.float16: 1, torch.float32: 4 * log}[actual.dtype]
     room = units * torch.finfo(actual.dtype).eps * exact.abs().max()
     error = (actual.double() - exact).abs().max()
     assert error <= 2 * (plain.double() - exact).abs().max() + room, name
@@ -264,22 +266,13 @@ def test_cross_entropy(dtype, softcap, classes, frozen):
         loss = function(h, w, targets, b, logit_softcap=softcap, **kw)
         return loss, *torch.autograd.grad(3 * loss, (h,) if frozen else (h, w, b))
 
-    chunk = 4
-
-    def in_chunks(h, w, labels, b, **kw):
-        """Plain PyTorch by the same chunks: a BLAS sums products of fewer rows in another order."""
-        loss = 0.0
-        for rows_h, rows_labels in zip(h.split(chunk), labels.split(chunk)):  # noqa: B905
-            valid = (rows_labels != -100).sum()
-            loss = loss + reference.chunked_cross_entropy(rows_h, w, rows_labels, b, **kw) * valid
-        return loss / (labels != -100).sum()
-
-    actual = run(ts_kernels.chunked_cross_entropy, hidden, weight, bias, chunk_size=chunk)
-    plain = run(in_chunks, hidden, weight, bias)
+    actual = run(ts_kernels.chunked_cross_entropy, hidden, weight, bias, chunk_size=4)
+    plain = run(reference.chunked_cross_entropy, hidden, weight, bias)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
     exact = run(reference.chunked_cross_entropy, *wide)
+    log = math.log(classes) + (softcap or 10)
     for name, a, p, e in zip(("loss", "dh", "dw", "db"), actual, plain, exact):  # noqa: B905
-        check(a, p, e, name)
+        check(a, p, e, name, log)
 
 
 def test_kernel_writes_the_gradient_over_the_logits():
