@@ -21,6 +21,7 @@ from ts_bench import (
     quality_command,
     records,
     suite_command,
+    timeline_command,
 )
 from ts_bench.records import Record
 from ts_bench.scenarios import GB, SCENARIOS, Scenario, get_scenario
@@ -51,6 +52,9 @@ class BenchCommand:
         )
         page_command.configure(
             subparsers.add_parser("page", help="a page for docs/benchmarks from recorded files")
+        )
+        timeline_command.configure(
+            subparsers.add_parser("timeline", help="traces of profiled steps as a picture")
         )
         adam_command.configure(subparsers.add_parser("adam", help="host AdamW and its rivals"))
         converge_command.configure(
