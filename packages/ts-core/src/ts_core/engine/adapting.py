@@ -58,9 +58,7 @@ class PlacementAdapter:
         self.corrector = PeakCorrector(profile, machine, options, session.plan, movable)
         self._seen = session.steps
         self._begun: tuple[int, int] | None = None  # steps and gradients, as a forward began
-        # When activations were measured: of the optimizer on the device, and what copies to the
-        # host could still have taken.
-        self._held = self._unseen = 0
+        self._held = 0  # of the optimizer on the device, when activations were measured
         self.depth = self._new_depth(session)
 
     @property
@@ -138,7 +136,6 @@ class PlacementAdapter:
         if session is None:
             return 0
         self._held = 0 if session.optimizer is None else session.optimizer.held_on_device()
-        self._unseen = _unseen(session)
         before = session.plan
         work = work_of(session.blocks, measured)
         found = self.corrector.share_room(session.steps, room, measured, work)
@@ -152,8 +149,8 @@ class PlacementAdapter:
         """Device memory in bytes that a step takes, by what the first one showed.
 
         What a step needs that recomputes every block, and recordings of blocks, with the blocks
-        and slots there are now, the activations that stay, the optimizer's state and gradients, and
-        the most that was on its way to the host at once, which changes with how busy the link is.
+        and slots there are now, the activations that stay, and the optimizer's state and gradients.
+        Copies to the host that wait for a busier link come on top, up to `max_inflight_bytes`.
         None until activations have been measured on a device with a limit.
         """
         session, recomputing = self._session(), self.corrector.recomputing
@@ -161,8 +158,7 @@ class PlacementAdapter:
             return None
         held = 0 if session.optimizer is None else session.optimizer.held_on_device()
         kept = session.activations.device_bytes
-        leaving = max(0, self._unseen - _unseen(session))
-        return recomputing + self.corrector.placed + kept + held - self._held + leaving
+        return recomputing + self.corrector.placed + kept + held - self._held
 
     def is_free(self, size_bytes: int) -> None:
         """What was set apart for recordings is for others now, since none will be made."""
@@ -284,11 +280,6 @@ class PlacementAdapter:
         model = self._model()
         assert model is not None
         return block_leaves(model, session.blocks, self._excluded, session.optimizer)
-
-
-def _unseen(session: TrainStreamSession) -> int:
-    """Bytes that copies to the host may hold beyond the most that they have at once."""
-    return session.copies.unseen_bytes(session.copies.max_inflight_bytes)
 
 
 def _placed(plan: Plan) -> int:
