@@ -34,8 +34,7 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         experts (with moe_paging: layers, experts, host_bytes, slot_bytes, calls, picked, loads,
         load_bytes, whole_bytes)
         replay (with cuda_graphs: on, recorded, dropped, replayed_forwards, replayed_backwards;
-        eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording;
-        seconds_per_block, of the host and of the device before that, None where not known)
+        eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons; expected, the peak of a step
         in bytes by what the first one showed, None before that; with cuda_graphs recordings:

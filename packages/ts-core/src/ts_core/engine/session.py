@@ -36,7 +36,6 @@ from ts_core.transfer import CopyEngine
 
 if TYPE_CHECKING:
     from ts_core.engine.adapting import PlacementAdapter
-    from ts_core.engine.state_room import StateRoom
 
 ATTRIBUTE = "_trainstream_session"
 
@@ -103,7 +102,6 @@ class TrainStreamSession:
         self.patches: list[Any] = []
         self.attention: AttentionChoice | None = None
         self.adapter: PlacementAdapter | None = None
-        self.state_room: StateRoom | None = None
         self.resident_reservation: Reservation | None = None
         self.turns = Turns(device)
         self.casts: Casts | None = None  # outlives a runner, with what it has seen

@@ -18,7 +18,6 @@ from ts_core.schedule.plan import Work, human
 from ts_core.schedule.rates import TYPICAL_GPU, HardwareProfile
 
 if TYPE_CHECKING:
-    from ts_core.engine.replay.pace import Pace
     from ts_core.engine.session import TrainStreamSession
 
 
@@ -61,7 +60,6 @@ class StateRoom:
         self._session = weakref.ref(session)
         self._matmul = (rates or TYPICAL_GPU).matmul_bf16
         self._pledged = 0
-        self._wanted = 0
         self._had = 0
 
     def __call__(self) -> int:
@@ -82,16 +80,15 @@ class StateRoom:
             How many of them are for the state.
         """
         session = self._session()
-        self._pledged = self._wanted = 0
-        if session is None or session.optimizer is None:
+        self._pledged = 0
+        if session is None or session.optimizer is None or room <= 0:
             return 0
         away = session.optimizer.state_away()
         work = work_of(session.blocks, measured)
         if away is None or work is None:
             return 0
         size, seconds = away
-        self._wanted = worth(size, seconds, measured, work, self._matmul)
-        self._pledged = max(0, min(room, self._wanted))
+        self._pledged = min(room, worth(size, seconds, measured, work, self._matmul))
         self._had = session.optimizer.state_on_device()
         if self._pledged:
             session.log(
@@ -99,25 +96,3 @@ class StateRoom:
                 f"state, whose updates take {seconds * 1000:.0f} ms a step elsewhere"
             )
         return self._pledged
-
-    def instead_of(self, pace: Pace, recordings: int) -> str | None:
-        """Whether state should have the room of recordings, which would make no step shorter.
-
-        Args:
-            pace: of blocks so far.
-            recordings: bytes that they would take.
-
-        Returns:
-            Why, in words; None where they are to be made.
-        """
-        session = self._session()
-        if session is None or session.optimizer is None or self._wanted <= self._pledged:
-            return None
-        bound = pace.device_bound()
-        if bound is None:
-            return None
-        session.optimizer.split_again()
-        return (
-            f"{bound}, and the {human(recordings)} that recordings would take are better used for "
-            f"optimizer state"
-        )

@@ -70,11 +70,6 @@ class PlacedState(TorchState):
             return None
         return split.away(self._updates.buckets)
 
-    def split_again(self) -> None:
-        """There is more room on the device now: split state again after the next steps."""
-        if self._updates.split is not None:
-            self._updates.split.start_again()
-
     def leave_room_for(self, apart: Callable[[], int]) -> None:
         """State leaves room for what `apart()` gives: bytes that no peak of a step shows yet."""
         self._updates.apart = apart

@@ -18,7 +18,6 @@ from ts_core.engine.replay.keeper import Keeper
 from ts_core.engine.replay.known import Entry, KnownBlock
 from ts_core.engine.replay.notes import Notes
 from ts_core.engine.replay.observing import check_weights, observe
-from ts_core.engine.replay.pace import Pace
 from ts_core.engine.replay.recorder import Recorder
 from ts_core.engine.replay.signature import (
     NotReplayable,
@@ -45,7 +44,6 @@ class BlockReplay:
         settled: whether placement and activations have stopped changing.
         room_bytes: device memory that is left for recordings; None for any.
         give_up: asked before the first recording; says why there is to be none, or None.
-        pace: told of calls until then.
         shared: `id`s of parameters that other modules outside their block use too.
     """
 
@@ -59,9 +57,7 @@ class BlockReplay:
         room_bytes: Callable[[], int | None],
         shared: frozenset[int] = frozenset(),
         give_up: Callable[[], str | None] = lambda: None,
-        pace: Pace | None = None,
     ) -> None:
-        self._pace = pace
         self._blocks = [KnownBlock(block) for block in blocks]
         self._recorder = recorder
         self._device = device
@@ -96,8 +92,6 @@ class BlockReplay:
         block = here.reference()
         if self._keeper.off is not None or block is None or here.recordings < 0:
             return eager()
-        if self._pace is not None and not self._notes.recorded:
-            self._pace.enter(index)
         tensors: list[torch.Tensor] = []
         try:
             self._check_context()
@@ -168,7 +162,6 @@ class BlockReplay:
             "scratch_bytes": self._keeper.scratch_bytes(),
             "pool_bytes": self.pool_bytes(),
             "seconds_recording": notes.seconds,
-            "seconds_per_block": None if self._pace is None else self._pace.seconds(),
         }
 
     def size_bytes(self) -> int:

@@ -10,7 +10,6 @@ from torch import nn
 from ts_core.device import Device
 from ts_core.engine.blocks import shared_parameters
 from ts_core.engine.replay.cuda_recorder import CudaRecorder
-from ts_core.engine.replay.pace import Pace
 from ts_core.engine.replay.policy import BlockReplay
 from ts_core.engine.replay.recorder import Recorder
 
@@ -49,8 +48,6 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         # The pool of the recordings is free in torch's count, and nobody else may have it.
         return target - now.device.memory()["allocated"] - recorder.pool_bytes()
 
-    pace = Pace(session.device)
-
     def give_up() -> str | None:
         now = here()
         if now is None or now.activations is None:
@@ -58,8 +55,6 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         memory = now.activations.memory
         apart = memory.apart
         why = memory.no_room_for_recordings()
-        if why is None and asked == "auto" and now.state_room is not None:
-            why = now.state_room.instead_of(pace, apart)
         if why is not None:
             memory.give_up_recordings()
             if now.adapter is not None:
@@ -76,5 +71,4 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         room_bytes,
         shared,
         give_up,
-        pace,
     )
