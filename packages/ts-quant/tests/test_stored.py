@@ -65,6 +65,31 @@ def test_the_safetensors_library_reads_the_same_bytes(tmp_path: Path) -> None:
     assert all(torch.equal(read_tensor(entries[name]), value) for name, value in theirs.items())
 
 
+@pytest.mark.parametrize(
+    ("codec", "options", "buffer", "value"),
+    [
+        ("nf4", {}, "absmax", float("nan")),
+        ("nf4", {"double_quant": True}, "absmax_scale", float("inf")),
+        ("int8", {}, "absmax", float("-inf")),
+        ("fp8", {}, "scale", 0xFF),
+        ("fp8", {"outlier_channels": [3, 40]}, "outlier_values", float("nan")),
+        ("nvfp4", {}, "scale", 0xFF),
+        ("nvfp4", {}, "global_scale", float("nan")),
+        ("mxfp4", {}, "scale", 0xFF),
+    ],
+)
+def test_scales_that_no_weight_has(
+    tmp_path: Path, codec: str, options: dict[str, Any], buffer: str, value: float
+) -> None:
+    weight = ts_quant.quantize(torch.randn(64, 64, dtype=torch.bfloat16), codec, **options)
+    file = ts_quant.save_quantized({"good": weight}, tmp_path / "good.safetensors")
+    assert list(ts_quant.load_quantized(file)) == ["good"]
+    getattr(weight, buffer).view(-1)[3 if getattr(weight, buffer).numel() > 3 else 0] = value
+    file = ts_quant.save_quantized({"w": weight}, tmp_path / "bad.safetensors")
+    with pytest.raises(ts_quant.CheckpointError, match=rf"bad.*'w' has 1 scales.*{buffer}"):
+        ts_quant.load_quantized(file)
+
+
 def test_names_that_would_clash(tmp_path: Path) -> None:
     q = ts_quant.quantize(torch.randn(4, 64))
     with pytest.raises(ts_quant.OptionError, match=r"a\.codes"):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.finite_scales import refuse_bad_scales
 from ts_quant.codecs.outliers import checked
 from ts_quant.errors import CheckpointError, OptionError
 from ts_quant.safetensors_file import Entry, read_header, read_tensor, sizes, unique, write_file
@@ -189,8 +190,12 @@ def _build(
             dtype=_DTYPES[fields["dtype"]],
             layout=fields["layout"],
         )
+        named = dict(zip(built.__tensor_flatten__()[0], built.buffers(), strict=True))
+        refuse_bad_scales(name, named, built.spec.scales)
         if built.spec.outliers:
             checked(built.buffers()[-1].view(-1), built.shape, built.device)
         return TransposedQuantTensor(built) if fields.get("transposed") is True else built
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
     except OptionError as error:
         raise CheckpointError(f"{file}: weight {name!r}: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ts_quant.codecs.finite_scales import refuse_bad_scales
 from ts_quant.errors import CheckpointError, NotAvailableError, OptionError
 from ts_quant.tensor import QuantTensor
 from ts_quant.transposed import TransposedQuantTensor
@@ -83,7 +84,8 @@ class StoredWeight:
         """
         try:
             found = self.make(tensors)
-            refuse_bad_scales(self.name, found)
+            scales = "e4m3" if found.codec == "nvfp4" else "e8m0"
+            refuse_bad_scales(self.name, found.buffers, scales)
             return found
         except (OptionError, KeyError, IndexError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"the stored weight {self.name!r}: {error}") from error
@@ -257,31 +259,6 @@ def _refuse_codes(header: Header) -> None:
                 f"tensor {name!r} ({info.dtype}, shape {list(info.shape)}){beside} holds codes, "
                 f"but the checkpoint has no quantization_config that says how to read them. "
                 f"Restore it in config.json (or hf_quant_config.json)"
-            )
-
-
-def refuse_bad_scales(name: str, parts: StoredParts) -> None:
-    """Refuse scales that are NaN or infinite, as no weight has them.
-
-    Raises:
-        CheckpointError: with the name of the buffer and how many there are.
-    """
-    for buffer, tensor in parts.buffers.items():
-        if "codes" in buffer:
-            continue
-        if tensor.dtype.is_floating_point:
-            bad = ~torch.isfinite(tensor.float())
-        elif parts.codec == "nvfp4":  # e4m3 bytes, whose NaN has all bits but the sign
-            bad = tensor & 0x7F == 0x7F
-        elif parts.codec in ("mxfp4", "fp8"):  # e8m0 bytes
-            bad = tensor == 0xFF
-        else:
-            continue
-        count = int(bad.sum())
-        if count:
-            raise CheckpointError(
-                f"the stored weight {name!r} has {count} scales that are NaN or infinite "
-                f"({buffer}): the file is damaged, or was written from such a weight"
             )
 
 
