@@ -9,6 +9,7 @@ import pytest
 
 from ts_bench.activity import KERNEL, Span
 from ts_bench.cli import main
+from ts_bench.rounds import Settings
 from ts_bench.timeline import COMPUTE, DOWN, UP, UPDATES, busy, read_trace
 from ts_core.errors import OptionError
 
@@ -61,7 +62,17 @@ def test_a_picture_of_traces(trace: Path, tmp_path: Path, capsys) -> None:
     assert out.read_bytes().startswith(b"\x89PNG") and str(out) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", [b"no json", b"{}", b"\x1f\x8bcut", b"[1]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"no json",
+        b"{}",
+        b"\x1f\x8bcut",
+        b"[1]",
+        b'{"traceEvents": [1]}',
+        b'{"traceEvents": [{"cat": "kernel", "name": "a"}]}',
+    ],
+)
 def test_other_files_are_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "other.json"
     path.write_bytes(text)
@@ -74,3 +85,10 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": EVENTS[:1]}))
     with pytest.raises(OptionError, match="no work of a GPU"):
         read_trace(path)
+
+
+@pytest.mark.parametrize(("device", "profiled"), [("cpu", 2), ("cuda", 0)])
+def test_traces_of_nothing_are_refused(tmp_path: Path, device: str, profiled: int) -> None:
+    with pytest.raises(OptionError, match="traces"):
+        Settings(device=device, profiled=profiled, traces=tmp_path)
+    assert Settings(device="cuda", profiled=1, traces=tmp_path).traces == tmp_path

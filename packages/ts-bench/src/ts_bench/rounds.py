@@ -64,6 +64,11 @@ class Settings:
         for field in ("warmup", "steps", "repeats"):
             if getattr(self, field) < 1:
                 raise OptionError(f"{field}: {getattr(self, field)} is not accepted; use >= 1.")
+        if self.traces is not None and not (self.profiled and self.device == "cuda"):
+            raise OptionError(
+                f"traces: are of profiled steps on a GPU; here {self.profiled} steps are profiled "
+                f"on {self.device}. Use --profiled 2 on a GPU, or leave --traces out."
+            )
 
 
 @dataclass(frozen=True)

@@ -28,22 +28,21 @@ def read_trace(path: Path) -> dict[str, list[Span]]:
     Raises:
         OptionError: another file, or a trace without a GPU's work.
     """
+    lanes: dict[str, list[Span]] = {lane: [] for lane in COLORS}
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        events = json.loads(text)["traceEvents"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        for event in json.loads(text)["traceEvents"]:
+            lane = _lane(event)
+            if lane is not None:
+                start = event["ts"] / 1e6
+                kind = COPY if lane in (UP, DOWN) else KERNEL
+                lanes[lane].append(Span(kind, event["name"], start, start + event["dur"] / 1e6))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(
             f"{path} is no trace of torch's profiler ({error}). `ts-bench suite --traces FOLDER` "
             f"writes them."
         ) from error
-    lanes: dict[str, list[Span]] = {lane: [] for lane in COLORS}
-    for event in events:
-        lane = _lane(event)
-        if lane is not None:
-            start = event["ts"] / 1e6
-            kind = COPY if lane in (UP, DOWN) else KERNEL
-            lanes[lane].append(Span(kind, event["name"], start, start + event["dur"] / 1e6))
     begun = min((span.start for spans in lanes.values() for span in spans), default=None)
     if begun is None:
         raise OptionError(f"{path} has no work of a GPU in it; it was recorded without one.")
