@@ -99,8 +99,8 @@ SUITES: dict[str, Suite] = {
     "optim": Suite(
         "full fine-tunes of 1.5B and 3B shapes: OffloadAdamW's modes, DeepSpeed, stock torch",
         (
-            Planned("trainstream-auto", (_FULL,)),
-            Planned("deepspeed-zero2", (_FULL,)),
+            Planned("trainstream-auto", (_FULL,), rounds=2),
+            Planned("deepspeed-zero2", (_FULL,), rounds=2),
             Planned("trainstream-auto", (_CLIP,)),
             Planned("deepspeed-zero2", (_CLIP,)),
             Planned("torch", ("full-1.5b-4x512-nocap",), PLAIN),
