@@ -163,7 +163,8 @@ def layers(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test of every package, by several processes. Arguments after `--` go to pytest."""
     _environment(session)
-    jobs = [] if _chooses_jobs(session.posargs) else ["-n", str(_test_jobs())]
+    several = ["-n", str(_test_jobs()), "--dist", "worksteal"]
+    jobs = [] if _chooses_jobs(session.posargs) else several
     # One thread each, in what tests start, too: they share the cores.
     threads = {name: os.environ.get(name, "1") for name in ("TS_TEST_THREADS", "OMP_NUM_THREADS")}
     _run(session, "-m", "pytest", "-q", *jobs, *session.posargs, **threads)
