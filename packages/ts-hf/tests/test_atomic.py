@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,17 @@ def test_new_and_replaced(tmp_path: Path) -> None:
             assert not (target / f"{text}.txt").exists()
     assert _content(target) == {"two.txt": "two"}
     assert [p.name for p in target.parent.iterdir()] == ["thing"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX systems")
+def test_files_made_for_their_owner_alone_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with atomic_directory(tmp_path / "new") as aside:
+            os.close(os.open(aside / "weights", os.O_CREAT | os.O_WRONLY, 0o600))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new" / "weights").stat().st_mode & 0o777 == 0o640
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields an empty folder beside `target`; renames it to `target` when the block succeeds.
 
     When the block raises, the folder is removed and `target` is untouched. An existing `target`
-    is replaced. File contents reach the disk before the rename (fsync).
+    is replaced. File contents reach the disk before the rename (fsync). Who may read and write a
+    file is what the umask says, also of one that a library made for its owner alone (safetensors).
 
     Raises:
         OSError: ENOSPC where the disk is full, whatever the library that wrote raised at it.
@@ -39,6 +40,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     try:
         yield aside
         for path in aside.rglob("*"):
+            path.chmod(path.stat().st_mode | (0o666 & ~_umask()))
             _sync(path)
         _sync(aside)
     except BaseException as error:
