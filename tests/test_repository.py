@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import runpy
 import sys
 import warnings
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -160,6 +163,26 @@ def test_constraints_pin_everything_exactly() -> None:
     names = [line.partition("==")[0].lower().replace("_", "-") for line in lines]
     assert len(names) == len(set(names))
     assert {"torch", "triton", "transformers", "peft", "nox", "ruff", "mypy"} <= set(names)
+
+
+def test_the_pages_name_a_python_that_every_pinned_version_runs_on() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    needs = {}
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE):
+        with contextlib.suppress(PackageNotFoundError):
+            found = distribution(name)
+            if found.version == version and found.metadata["Requires-Python"]:
+                needs[name] = SpecifierSet(found.metadata["Requires-Python"])
+    if len(needs) < 20:
+        pytest.skip("the pinned versions are not installed here")
+    for page, pattern in (
+        ("README.md", r"set-up \(Python ≥ (3\.\d+)"),
+        (".ci/run", r">= (3\.\d+)"),
+    ):
+        match = re.search(pattern, (ROOT / page).read_text(encoding="utf-8"))
+        assert match, page
+        refusing = [name for name, needed in needs.items() if f"{match[1]}.0" not in needed]
+        assert not refusing, f"{page} says Python {match[1]}, which is too old for {refusing}"
 
 
 def test_only_the_warning_of_torchs_own_import_is_no_error(

@@ -16,7 +16,7 @@ from ts_hf.cli.settings import FinetuneConfig
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        ("smollm2-135m-instruct", "smollm2-135m-instruct"),
+        ("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
         ("folder", "base-model"),
         ("../there", "there"),

