@@ -89,6 +89,20 @@ def test_flags_not_given_are_absent() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "text", "words"),
+    [
+        ("--steps", "2.5", "steps='2.5' is not accepted; expected an int >= 1"),
+        ("--lr", "fast", "lr='fast' is not accepted; expected a number >= 0"),
+        ("--epochs", "all", "epochs='all' is not accepted"),
+    ],
+)
+def test_a_flag_that_is_no_number_is_refused_as_in_a_file(flag: str, text: str, words: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        command.run(_parse(flag, text))
+    assert str(caught.value).startswith("command line: ") and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("seq_lenght", 3, "there is no setting 'seq_lenght'. Did you mean 'seq_length'?"),
@@ -113,6 +127,7 @@ def test_flags_not_given_are_absent() -> None:
         ("prompts", [""], "prompts=('',)"),
         ("block_limit", "lots", "block_limit='lots'"),
         ("block_limit", 0, "block_limit=0"),
+        ("block_limit", "24", "block_limit='24' is 24 bytes: did you mean 24GiB?"),
         ("data", [], "data="),
         ("gradient_checkpointing", 1, "gradient_checkpointing=1"),
     ],

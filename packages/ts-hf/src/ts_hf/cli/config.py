@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ts_core.config import parse_bytes
 from ts_core.errors import OptionError
 from ts_hf.cli.settings import FREE_TO_CHANGE, FinetuneConfig
 from ts_hf.cli.streaming import as_texts, check_with_limit, yaml_words
@@ -65,12 +67,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         elif many:
             parser.add_argument(flag, nargs="+", metavar="NAME", **options)
         else:
-            kind: Any = str
-            if isinstance(item.default, (int, float)):
-                kind = type(item.default)
-            elif "float" in str(item.type):
-                kind = float
-            parser.add_argument(flag, type=kind, metavar=kind.__name__.upper(), **options)
+            kind = _number_type(item)
+            if kind is not None:
+                options["type"] = functools.partial(_number, kind)
+            parser.add_argument(flag, metavar=(kind or str).__name__.upper(), **options)
+
+
+def _number_type(item: dataclasses.Field[Any]) -> type[int] | type[float] | None:
+    if isinstance(item.default, (int, float)):
+        return type(item.default)
+    return float if "float" in str(item.type) else None
+
+
+def _number(kind: type[int] | type[float], text: str) -> int | float | str:
+    """The number that `text` is, or `text`, which `make_config` then refuses in its own words."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 def name_unknown_flags(parser: argparse.ArgumentParser) -> None:
@@ -166,10 +180,7 @@ def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
                 value = as_texts(value)
             value = _coerce(item.default, str(item.type), value)
             if not item.metadata["check"](value):
-                wrong.append(
-                    f"{place}: {name}={value!r} is not accepted; expected "
-                    f"{item.metadata['accepts']}."
-                )
+                wrong.append(f"{place}: {_refusal(item, value)}")
             values[name] = value
     if wrong:
         raise OptionError("\n".join(wrong))
@@ -196,6 +207,16 @@ def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     return {
         key: (old.get(key), new.get(key)) for key in sorted(keys) if old.get(key) != new.get(key)
     }
+
+
+def _refusal(item: dataclasses.Field[Any], value: Any) -> str:
+    """Why a value is not accepted."""
+    if item.name == "block_limit" and isinstance(value, str) and value.strip().isdigit():
+        try:
+            parse_bytes(item.name, value)
+        except OptionError as error:  # it knows what a number without a unit means
+            return str(error)
+    return f"{item.name}={value!r} is not accepted; expected {item.metadata['accepts']}."
 
 
 def _hint(name: str) -> str:
