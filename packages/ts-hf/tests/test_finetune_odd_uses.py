@@ -122,6 +122,71 @@ def test_an_output_that_is_a_file(settings: Callable[..., FinetuneConfig], tmp_p
         run_finetune(config)
 
 
+def test_files_that_the_run_would_replace(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    mine = tmp_path / "out" / "adapter" / "mine.safetensors"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("hours of work")
+    (tmp_path / "out" / "history.jsonl").write_text("{}\n")
+    for start in (run_finetune, dry_run):
+        with pytest.raises(OptionError, match=r"out holds history.jsonl, adapter/, but no run"):
+            start(settings(), PlainConsole())
+    assert mine.read_text() == "hours of work" and (tmp_path / "out" / "history.jsonl").exists()
+
+
+def test_other_files_in_the_output_are_named_and_kept(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "adapter").mkdir(parents=True)  # empty: nothing is lost
+    (tmp_path / "out" / "notes.md").write_text("mine")
+    remark = "out also holds notes.md, which this run leaves as it is"
+    dry_run(settings(), PlainConsole())
+    assert remark in " ".join(capsys.readouterr().out.split())
+    assert run_finetune(settings(), PlainConsole()) == 0
+    assert remark in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "out" / "notes.md").read_text() == "mine"
+    assert run_finetune(settings(), PlainConsole()) == 0  # finished, and known as such
+    assert remark not in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_stopped_while_it_prepared_is_begun_again(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "make_trainer", _stopped)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_finetune(settings(), PlainConsole())
+    assert (tmp_path / "out" / "history.jsonl").exists()
+    assert run_finetune(settings(), PlainConsole()) == 0
+
+
+def _stopped(*arguments: object) -> None:
+    raise RuntimeError("stopped here")
+
+
+def test_an_output_that_is_the_folder_of_the_data(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (tmp_path / "text.txt").rename(texts / "text.txt")
+    with pytest.raises(OptionError, match="is a folder of data as well"):
+        dry_run(settings(data=(str(texts),), output=str(texts)), PlainConsole())
+
+
+def test_a_file_that_is_data_twice_is_told_and_noted(
+    settings: Callable[..., FinetuneConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(data=(str(tmp_path / "text.txt"),) * 2)
+    dry_run(config, PlainConsole())
+    assert "given more than once" in " ".join(capsys.readouterr().out.split())
+    assert run_finetune(config, PlainConsole()) == 0
+    assert "given more than once" in " ".join(capsys.readouterr().out.split())
+    notes = json.loads((tmp_path / "out" / "run.json").read_text())["rows"]["notes"]
+    assert any("text.txt is given more than once" in note for note in notes)
+
+
 def test_merging_without_the_adapter(
     settings: Callable[..., FinetuneConfig], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from ts_hf.cli.model import add_lora, check_rank, load_tokenizer, model_folder
 from ts_hf.cli.report import PlainConsole
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
+from ts_hf.cli.sources import overlaps
 from ts_hf.cli.streaming import for_loading
 from ts_hf.cli.team import processes
 from ts_hf.families import find_decoder_layers
@@ -91,6 +92,7 @@ def _data(config: FinetuneConfig, documents: Any, train: Rows, held_out: Rows) -
     return [
         f"{len(documents[0])} documents or records to train on, {len(documents[1])} held out",
         *told_rows(config, train, held_out, processes()),
+        *overlaps(config.data, config.held_out),
         f"{steps} steps of {step}: {steps * per_step / len(train):.2f} passes over them",
     ]
 
@@ -160,4 +162,5 @@ def _output(config: FinetuneConfig, run: RunFolder) -> str:
     checkpoint = last_checkpoint(run.checkpoints)
     if run.begun and checkpoint is not None:
         return f"{run.path} holds this run; it would go on from {checkpoint.name}"
-    return f"{run.path}, a new run"
+    others = run.others()
+    return f"{run.path}, a new run" if others is None else f"a new run; {others}"

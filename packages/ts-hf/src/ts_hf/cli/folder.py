@@ -14,6 +14,14 @@ from ts_hf.cli.config import differing_keys
 from ts_hf.cli.settings import FinetuneConfig
 
 FORMAT = 1  # of run.json, history.jsonl and results.json (docs/finetune.md)
+LOCK = "run.lock"
+# What a run leaves before it trains, and what it writes then.
+_EARLY = ("run.json", "history.jsonl", "reference.safetensors")
+_LATER = (
+    *("adapter", "model", "merged", "checkpoints"),
+    *("results.json", "report.html", "loss_and_memory.png"),
+)
+_NAMED = 5  # files named in a message, at most
 
 
 class RunFolder:
@@ -25,13 +33,19 @@ class RunFolder:
 
     Raises:
         DataError: run.json is damaged.
-        OptionError: it is a file, or the folder holds a run with other settings; names them.
+        OptionError: it is a file, or a folder of data; it holds a run with other settings, or
+            files of another origin that the run would replace; names them.
     """
 
     def __init__(self, config: FinetuneConfig, notes: dict[str, Any] | None = None) -> None:
         self.path = Path(config.output)
         if self.path.exists() and not self.path.is_dir():
             raise OptionError(f"output={config.output!r} is a file. Name a folder.")
+        if any(_is(Path(source).expanduser(), self.path) for source in config.data):
+            raise OptionError(
+                f"output={config.output!r} is a folder of data as well, where the run's own files "
+                f"would be read as texts. Use another output."
+            )
         self.checkpoints = self.path / "checkpoints"
         self.history = self.path / "history.jsonl"
         self.results = self.path / "results.json"
@@ -54,7 +68,34 @@ class RunFolder:
                     f"{self.path} holds a run with other settings ({listed}). Use the same "
                     f"settings to continue it, or another output for a new run."
                 )
+        else:
+            self._refuse_others(file.is_file())
         self.notes["config"] = mine
+
+    def _refuse_others(self, prepared: bool) -> None:
+        """Refuse what a new run would replace, which no run from here has made.
+
+        `prepared`: a run was here that did not come to train.
+        """
+        names = _LATER if prepared else (*_EARLY, *_LATER)
+        found = [path for name in names if _holds(path := self.path / name)]
+        if found:
+            raise OptionError(
+                f"{self.path} holds {_named(found)}, but no run to continue: a new run would "
+                f"replace that. Use another output, or move it away."
+            )
+
+    def others(self) -> str | None:
+        """A remark about what lies in the folder and is no run's, or None."""
+        known = {LOCK, *_EARLY, *_LATER}
+        found = [
+            path
+            for path in (sorted(self.path.iterdir()) if self.path.is_dir() else [])
+            if path.name not in known and not path.name.startswith(".")
+        ]
+        if self.begun or not found:
+            return None
+        return f"{self.path} also holds {_named(found)}, which this run leaves as it is"
 
     def tidy(self) -> list[str]:
         """Tidy up after a process that was killed here; what was done, in words."""
@@ -88,6 +129,26 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "run.json", self.notes)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run is or was at work in a folder, so that its files are no data."""
+    return (folder / LOCK).is_file()
+
+
+def _is(path: Path, folder: Path) -> bool:
+    return path.is_dir() and folder.is_dir() and path.samefile(folder)
+
+
+def _holds(path: Path) -> bool:
+    """Whether something is there; an empty folder is nothing."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _named(paths: list[Path]) -> str:
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in paths]
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _begun(notes: dict[str, Any]) -> bool:

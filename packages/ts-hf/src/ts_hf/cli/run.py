@@ -27,7 +27,7 @@ from ts_hf.cli.dataset import (
     told_rows,
 )
 from ts_hf.cli.finish import check_merge, merge_trained, save_trained, write_page
-from ts_hf.cli.folder import RunFolder, write_json
+from ts_hf.cli.folder import LOCK, RunFolder, write_json
 from ts_hf.cli.history import History
 from ts_hf.cli.machine import DTYPES, pick_device, pick_dtype
 from ts_hf.cli.model import load_for_training, load_tokenizer, model_folder
@@ -36,7 +36,7 @@ from ts_hf.cli.report import PlainConsole, memory_by_tier, plot_run, print_repor
 from ts_hf.cli.rows import Rows, split_sources
 from ts_hf.cli.samples import are_turns, generate, prompt_tokens
 from ts_hf.cli.settings import FinetuneConfig
-from ts_hf.cli.sources import Document, check_sources
+from ts_hf.cli.sources import Document, check_sources, overlaps
 from ts_hf.cli.team import Team
 from ts_hf.cli.trainers import make_trainer, training_arguments
 from ts_hf.families import find_decoder_layers
@@ -75,7 +75,7 @@ def _take_folder(output: Path, held: ExitStack) -> None:
     except OSError as error:
         raise OptionError(f"output={str(output)!r} cannot be made: {error.strerror}.") from error
     try:
-        held.enter_context(FileLock(output / "run.lock", timeout=0))
+        held.enter_context(FileLock(output / LOCK, timeout=0))
     except Timeout as error:
         raise StateError(
             f"another process is fine-tuning into {output} now. Wait for it, or use another output."
@@ -106,8 +106,9 @@ class _Run:
                 f"{self.team.size}. Start {begun_with} to continue it, or use another output."
             )
         notes["processes"] = self.team.size
-        for line in self.folder.tidy():
-            self.console.print(line)
+        others = self.folder.others()
+        for line in [*self.folder.tidy(), *([] if others is None else [others])]:
+            self.console.print(line, markup=False, highlight=False)
         notes.setdefault("dtype", pick_dtype(self.config.dtype, self.device))
         given = self.config.held_out
         if not self.folder.finished():
@@ -186,15 +187,16 @@ class _Run:
         check_lengths(config, model_config)
         train, held_out = make_rows(config, documents, tokenizer, self.team.size)
         check_tokens(train, held_out, model_config)
-        for line in told_rows(config, train, held_out, self.team.size):
-            self.console.print(f"data: {line}")
+        remarks = overlaps(config.data, config.held_out)
+        for line in [*told_rows(config, train, held_out, self.team.size), *remarks]:
+            self.console.print(f"data: {line}", markup=False, highlight=False)
         self.notes["rows"] = {
             "train": len(train),
             "train_of": train.of,
             "train_tokens": train.tokens,
             "held_out": len(held_out),
             "held_out_tokens": held_out.tokens,
-            "notes": list(train.notes),
+            "notes": [*train.notes, *remarks],
         }
         return train, held_out
 
@@ -223,6 +225,7 @@ class _Run:
         steps = planned_steps(config, len(train), self.team.size)
         checkpoint = self.team.lead(lambda: last_checkpoint(self.folder.checkpoints))
         done = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+        self.folder.keep(steps=steps)  # first, so that what follows is known as this run's
         history = History(self.folder.history if self.team.first else None, upto_step=done)
         self.history = history
         history.add("session", done, **_session())
@@ -236,7 +239,6 @@ class _Run:
             self.console, history, interruption, trainer.take_tokens, self.team
         )
         trainer.add_callback(progress)
-        self.folder.keep(steps=steps)
         if checkpoint is not None:
             self.console.print(f"continuing after step {done}, from {checkpoint}")
         prompts = prompt_tokens(

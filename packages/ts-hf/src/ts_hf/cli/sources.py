@@ -5,12 +5,15 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import hashlib
+import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ts_core.errors import DataError
+from ts_hf.cli.folder import is_run_folder
 from ts_hf.cli.problems import Problems, RecordError
 from ts_hf.cli.records import Record, Text, parse_line
 
@@ -53,6 +56,37 @@ def check_sources(sources: Sequence[str]) -> None:
     if missing:
         listed = ", ".join(repr(source) for source in missing)
         raise DataError(f"data: there is no file or folder {listed}. Give paths, or 'stdlib'.")
+
+
+def overlaps(sources: Sequence[str], held_out: str | None = None) -> list[str]:
+    """Remarks, in words, about files that are given more than once; reads none of them."""
+    given = [file for source in sources for file in _real_files(source)]
+    times = Counter(given)
+    found = []
+    again = [file for file, count in times.items() if count > 1]
+    if again:
+        found.append(
+            f"{_some(again)} given more than once, and learned from as often. Leave the repeats "
+            f"out if this is not meant"
+        )
+    both = [file for file in dict.fromkeys(_real_files(held_out or "")) if file in times]
+    if both:
+        found.append(
+            f"{_some(both)} both trained on and held out: the held-out loss will not show how the "
+            f"model does on what it has not seen"
+        )
+    return found
+
+
+def _some(files: Sequence[Path]) -> str:
+    more = len(files) - 1
+    return f"{files[0]} is" if not more else f"{files[0]} and {more} more are"
+
+
+def _real_files(source: str) -> list[Path]:
+    if source in ("", "stdlib"):
+        return [Path(source)] if source else []
+    return [file.resolve() for file, _ in _files(Path(source).expanduser())]
 
 
 def read_documents(sources: Sequence[str], *, pairs: bool = False) -> list[Document]:
@@ -114,10 +148,19 @@ def split_documents(
 def _files(path: Path) -> list[tuple[Path, str]]:
     if not path.is_dir():
         return [(path, path.name)]
+    found = []
+    for root, folders, names in os.walk(path):
+        # Folders that other tools keep beside texts (.git, .venv), and those of runs.
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not is_run_folder(Path(root, name))
+        ]
+        found += [Path(root, name) for name in names if not name.startswith(".")]
     return [
         (file, file.relative_to(path).as_posix())
-        for file in sorted(p for p in path.rglob("*") if p.is_file())
-        if file.suffix in (*TEXT_SUFFIXES, ".jsonl")
+        for file in sorted(found)
+        if file.suffix in (*TEXT_SUFFIXES, ".jsonl") and file.is_file()
     ]
 
 
