@@ -414,6 +414,15 @@ def test_a_few_labels_of_a_logarithmic_axis_lie_apart(low: float, ratio: float) 
         assert one.y1 < other.y0
 
 
+@pytest.mark.parametrize(
+    ("log", "title"), [(True, "gradient norm (log scale)"), (False, "gradient norm")]
+)
+def test_a_logarithmic_axis_is_called_so(log: bool, title: str) -> None:
+    plot = Plot("norm", "gradient norm", [Line([1, 2], [0.3, 1.0], None)], log=log)
+    (axes,) = draw(plot, LIGHT).axes
+    assert axes.get_title(loc="left") == title
+
+
 def test_a_long_legend_lies_outside_the_plot() -> None:
     """Grid lines do not strike it through."""
     names = [f"run-number-{index} with a long name" for index in range(4)]

@@ -214,7 +214,7 @@ def test_experts_are_counted_and_what_cannot_be_known_is_said(folder: Any) -> No
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (None, "neither a folder nor a config.json"),
+        (None, "neither a folder nor a config.json.* Nothing is fetched from the hub"),
         ("{", "not valid JSON"),
         ("[1]", "holds list where the fields of a config"),
         ("{}", "has None as its model_type"),

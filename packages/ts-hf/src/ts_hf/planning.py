@@ -57,8 +57,9 @@ class ConfigReader:
             )
         if not folder.is_dir():
             raise DataError(
-                f"{source} is neither a folder nor a config.json. Give the folder of a model (its "
-                f"config.json is enough; no weights are read)."
+                f"{source} is neither a folder nor a config.json. Give the folder of a model: its "
+                f"config.json is enough, since no weights are read. Nothing is fetched from the "
+                f"hub."
             )
         config = load_config(folder, trust_remote_code=trust_remote_code, overrides={})
         take_quantization_config(config)

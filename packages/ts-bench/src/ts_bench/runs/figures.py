@@ -126,7 +126,8 @@ def draw(plot: Plot, theme: Theme) -> Figure:
         )
     if plot.log:
         axes.set_yscale("log")
-    _dress(figure, axes, theme, plot.title)
+    title = f"{plot.title} (log scale)" if plot.log else plot.title
+    _dress(figure, axes, theme, title)
     axes.yaxis.set_major_formatter(_short)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step", fontsize=8, color=theme.muted)
@@ -138,7 +139,7 @@ def draw(plot: Plot, theme: Theme) -> Figure:
         axes.yaxis.set_major_locator(FixedLocator(log_ticks(*axes.get_ylim())))
         axes.yaxis.set_minor_locator(NullLocator())
     if labels:
-        _add_legend(figure, axes, labels, plot.title, theme)
+        _add_legend(figure, axes, labels, title, theme)
     return figure
 
 
