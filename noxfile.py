@@ -176,8 +176,13 @@ def _chooses_jobs(arguments: list[str]) -> bool:
 
 def _test_jobs() -> int:
     """Processes of tests: cores that may be used, but each needs about 3 GiB; TS_TEST_JOBS."""
-    if os.environ.get("TS_TEST_JOBS"):
-        return int(os.environ["TS_TEST_JOBS"])
+    asked = os.environ.get("TS_TEST_JOBS", "")
+    if asked:
+        if not asked.isdecimal():
+            sys.exit(
+                f"TS_TEST_JOBS={asked!r} is no number of processes; use 2, say, or leave it out."
+            )
+        return int(asked)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     free = usable or 1
     try:
