@@ -227,10 +227,19 @@ def test_copies_of_others_are_measured(passes: int) -> None:
     assert run.split._others == (run.size, 0)  # though other buckets are on the host now
 
 
-def test_state_is_not_moved_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moving it takes as long as steps, and host threads are not as fast in every step."""
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_state_is_not_moved_for_a_little(
+    monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    """Moving it takes as long as steps, and host threads are not as fast in every step.
+
+    Not either where gradients wait on the device, and so take room there with updates by it.
+    """
     lines: list[str] = []
-    run = Loads(lines)
+    run = Loads(lines, max_grad_norm=clip)
+    if clip is not None:
+        room = 112 * MILLION  # for half of the state, and gradients of updates over the link
+        run.split._room = lambda: room - run.split._taken(run.optimizer)
     run.as_expected = False
     slower = 1.0
     update = HostPlace.update
@@ -386,3 +395,47 @@ def test_a_group_without_gradients_yet_may_be_there_when_state_is_split() -> Non
     steps(1)
     optimizer.synchronize()
     assert torch.equal(late, torch.ones_like(late)) and torch.equal(other, torch.ones_like(other))
+
+
+def test_a_group_that_comes_after_the_split_is_part_of_the_next() -> None:
+    """Where nothing else would move, too: there is no room for state, and no time to gain."""
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(4)]
+    lines: list[str] = []
+    optimizer = hybrid_on(params, Rates(1e9, 45e9), lines)
+    optimizer.headroom = 1.0
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+
+    steps(3)
+    params.append(torch.nn.Parameter(torch.ones(600, 1000)))
+    optimizer.add_param_group({"params": params[4:]})
+    steps(5)
+    split = optimizer._updates.split
+    assert split is not None and split.last is not None
+    assert split.last.places == tuple(bucket.place.name for bucket in optimizer.buckets)
+    assert len(split.last.places) == 5
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_took_too_much_takes_state_back_while_it_is_to_be_split_again(
+    again: bool,
+) -> None:
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(8)]
+    optimizer = hybrid_on(params, Rates(4e9, 45e9), [])
+    split = optimizer._updates.split
+    assert split is not None
+    split._room = lambda: 20 * MILLION - split._taken(optimizer)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    held = optimizer.state_on_device()
+    assert held
+    if again:
+        split.start_again()
+    assert optimizer.give_state_back(1000)
+    assert optimizer.state_on_device() < held

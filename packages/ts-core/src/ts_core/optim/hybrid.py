@@ -137,7 +137,7 @@ class HybridSplit:
 
     def give_back(self, optimizer: OffloadAdamW, excess: int) -> bool:
         """Take at least `excess` bytes of state from device memory; whether any went."""
-        if self._rates is None or self.last is None:
+        if self._rates is None:
             return False
         optimizer.build()
         before = self._taken(optimizer)
@@ -146,8 +146,7 @@ class HybridSplit:
 
     def _taken(self, optimizer: OffloadAdamW) -> int:
         """Device memory of state now, and of gradients that wait for it."""
-        places = [bucket.place.name for bucket in optimizer.buckets]
-        return _device_bytes(self._pieces(optimizer.buckets), places)
+        return _device_bytes(self._pieces(optimizer.buckets), _places(optimizer.buckets))
 
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
         waits, passes = self._waits(), self._passes()
@@ -168,24 +167,35 @@ class HybridSplit:
         """`room`: of state and waiting gradients on the device; None: what they take now, and what
         is left beside it."""
         optimizer.build()  # a group may have been added that has had no gradient yet
-        pieces = self._pieces(optimizer.buckets)
+        pieces, now = self._pieces(optimizer.buckets), _places(optimizer.buckets)
         assert self._rates is not None
-        taken = self._taken(optimizer)
+        taken = _device_bytes(pieces, now)
         if room is None:
             room = max(self._room() + taken, 0)
         found = split(pieces, self._rates, room, self._factor, self._others)
-        more = _device_bytes(pieces, found.places) > taken
+        more = _state_bytes(pieces, found.places) > _state_bytes(pieces, now)
         if self.last is not None and taken <= room and not more:
-            stay = timed(pieces, self.last.places, self._rates, self._factor, self._others)
+            stay = timed(pieces, now, self._rates, self._factor, self._others)
             if found.seconds > (1 - _WORTH_MOVING) * stay.seconds:
                 found = stay
-        changed = self.last is None or found.places != self.last.places
+        changed = self.last is None or found.places != now
         if changed:
             optimizer.place_state(found.places)
             self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()
         self._since = (self._steps, self._copied())
         self.last = found
+
+
+def _places(buckets: Sequence[Bucket]) -> tuple[str, ...]:
+    return tuple(bucket.place.name for bucket in buckets)
+
+
+def _state_bytes(pieces: Sequence[Piece], places: Sequence[str]) -> int:
+    """Of state in device memory."""
+    return sum(
+        p.state_bytes for p, place in zip(pieces, places, strict=True) if place == "resident"
+    )
 
 
 def _device_bytes(pieces: Sequence[Piece], places: Sequence[str]) -> int:

@@ -95,6 +95,7 @@ class PeakCorrector:
         self._returns = 0
         self._most_needed = 0
         self._needed_with = plan.paged
+        self._most_used = 0, plan.paged  # the same without what is yet to come, as was paged then
         self._recomputing: int | None = None  # what a step that recomputes every block needed
         self._stays: tuple[bool, int, int, tuple[int, ...]] | None = None
         self._warned = False
@@ -133,6 +134,8 @@ class PeakCorrector:
         if target is None:
             return None
         before = self._most_needed
+        if peak - self.placed > self._most_used[0]:
+            self._most_used = peak - self.placed, self.plan.paged
         if peak + apart - self.placed > before:
             self._most_needed = peak + apart - self.placed
             self._needed_with = self.plan.paged
@@ -241,7 +244,9 @@ class PeakCorrector:
 
     def is_free(self, size_bytes: int) -> None:
         """Bytes that were said to come on top of what steps used (`apart`) will not come."""
-        self._most_needed = max(0, self._most_needed - size_bytes)
+        self._most_needed -= size_bytes
+        if self._most_needed < self._most_used[0]:  # by a step that nothing was to come on top of
+            self._most_needed, self._needed_with = self._most_used
         if self._recomputing is not None:
             self._recomputing = max(0, self._recomputing - size_bytes)
 
