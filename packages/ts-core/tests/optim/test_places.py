@@ -249,3 +249,27 @@ def test_new_values_reach_the_device_while_a_load_waits_for_its_buffer(lab: Any)
     assert not load.query() and copies.stats()["h2d"].bytes > 32
     used.set()
     load.synchronize()
+
+
+@pytest.mark.parametrize("place", NAMES)
+@pytest.mark.parametrize("separate", [False, True], ids=["host", "link"])
+def test_norm_counts_gradients_that_came_before_those_of_a_new_group(
+    place: str, separate: bool
+) -> None:
+    """State of a new group is made at its first gradient, when others have been measured."""
+    first, new = (torch.nn.Parameter(torch.ones(600, 500)) for _ in range(2))
+    optimizer = optimizer_on(separate, [first], lr=1e-2, max_grad_norm=1e9)
+    norms = []
+    for step in range(3):
+        if step == 1:
+            optimizer.build()
+            optimizer.place_state([place] * len(optimizer.buckets))
+            optimizer.add_param_group({"params": [new]})
+        loss = new.sum()  # computed first, so that its gradient comes last
+        (4 * first.sum() + 3 * loss).backward()
+        optimizer.step()
+        norms.append(optimizer.last_grad_norm)
+        if step == 0:
+            new.grad = None  # not yet trained
+    each = 600 * 500
+    assert norms == [pytest.approx(k * each**0.5) for k in (4, 5, 5)]

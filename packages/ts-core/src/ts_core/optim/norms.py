@@ -55,6 +55,13 @@ class NormParts:
                 arena.empty((count,), torch.float64, tag="gradients") for _ in range(2)
             ]
 
+    def take_over(self, before: NormParts) -> None:
+        """Buckets have come after those of `before`, perhaps in the middle of a step."""
+        if before.sizes != self.sizes[: len(before.sizes)]:
+            return  # between steps
+        for here, there in zip(self._device_sets, before._device_sets, strict=False):
+            here[: there.numel()].copy_(there)
+
     def part(self, step: int, index: int) -> torch.Tensor | None:
         """Where bucket `index` puts its norms in this step (1-D); None on the host device."""
         return self.of(self._device_sets[step % 2], index) if self._device_sets else None

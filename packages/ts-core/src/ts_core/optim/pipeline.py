@@ -88,7 +88,9 @@ class UpdatePipeline:
         """Room for the norms of all parameters."""
         sizes = [len(bucket.params) for bucket in buckets]
         if self._parts is None or sizes != self._parts.sizes:
-            self._parts = NormParts(sizes, copies, arena)
+            before, self._parts = self._parts, NormParts(sizes, copies, arena)
+            if before is not None:
+                self._parts.take_over(before)
 
     def verdict(
         self,
