@@ -253,6 +253,7 @@ def test_stretches_at_the_ends_are_half_as_wide() -> None:
     assert fewer == (1, 3, 6, 10, 13, 15, 18, 22, 25, 27, 30, 34, 37, 39, 42, 44, 46)
     more = repage((9, 20, 30, 40), range(48), 6)
     assert more == (3, 9, 20, 30, 40, 45)
+    assert repage((0, 3, 6), range(8), 2) == (0, 6)  # without 0 the first stretch would be 7 wide
 
 
 def test_replayed_blocks_page_activations_only_where_nothing_else_fits() -> None:

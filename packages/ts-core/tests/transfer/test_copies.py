@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ts_core import transfer_stats
 from ts_core.device import HostDevice
 from ts_core.device.host import HostStream
 from ts_core.errors import OutOfBudgetError
@@ -45,6 +46,19 @@ def test_new_values_do_not_wait_behind_a_buffer_that_is_in_use() -> None:
     filled.synchronize()
     stats = engine.stats()["h2d"]
     assert (stats.bytes, stats.copies) == (64, 2)
+
+
+def test_new_values_are_waited_for_and_counted_as_other_copies() -> None:
+    device = HostDevice()
+    engine = CopyEngine(device)
+    reader = device.new_stream("reader")
+    device.delay(reader, 0.1)
+    weight, before = torch.zeros(8), transfer_stats()["h2d"]
+    engine.values_h2d(weight, torch.ones(8), after=reader.record())
+    engine.synchronize()
+    assert weight.tolist() == [1.0] * 8
+    after = transfer_stats()["h2d"]
+    assert [after[name] - before[name] for name in ("bytes", "copies")] == [32, 1]
 
 
 def test_pieces_are_one_copy_behind_its_event_and_before_its_own() -> None:
