@@ -111,12 +111,15 @@ def test_what_will_not_come_after_all_is_room_for_blocks() -> None:
 
 def test_a_step_that_needed_as_much_without_it_still_counts() -> None:
     run = Run()
+    run.corrector.share_room(1, 100 * MIB, [BlockActivations(MIB, 0, 1)] * BLOCKS, None)
+    recomputing = run.corrector.recomputing
     run.corrector.observe(1, run.corrector.placed + 600 * MIB, False)
     for step in range(2, 6):
         run.corrector.observe(step, run.corrector.placed + 250 * MIB, True, 300 * MIB)
     assert run.paged == 11
     run.corrector.is_free(300 * MIB)
     assert run.corrector.needed == 600 * MIB
+    assert recomputing is not None and run.corrector.recomputing == recomputing - 300 * MIB
     assert run.corrector.observe(6, run.corrector.placed + 250 * MIB) is None and run.paged == 11
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from ts_core import unwrap, wrap
 from ts_core.engine.activation_memory import ActivationMemory
+from ts_core.testing import tiny_model
 from ts_core.testing.replay import WIDTH, Block, batches, plain_steps, warm
 
 
@@ -275,3 +277,20 @@ def test_many_shapes_are_said_once_with_what_helps(both: Callable[..., Any]) -> 
     assert told(few) == []
     odd = both(blocks, over([16, 32, 1, 2, 3, 4, *[16, 32] * 6]))  # some that come once
     assert odd.report["recorded"] == 4 and told(odd) == []
+
+
+def test_what_was_apart_for_recordings_is_free_once_they_are_given_up(
+    recorders: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ActivationMemory, "no_room_for_recordings", lambda self: "too large")
+    model = tiny_model(3)
+    params = [p for p in model.parameters() if p.requires_grad]
+    model, _ = wrap(model, torch.optim.AdamW(params), quantize="none", profile=False)
+    session: Any = model._trainstream_session
+    freed: list[int] = []
+    session.adapter = SimpleNamespace(is_free=freed.append)
+    memory = session.activations.memory
+    memory.for_recordings = 1000
+    assert memory.apart == 1000
+    assert session.replay._keeper._give_up() == "too large"
+    assert freed == [1000] and memory.apart == 0
