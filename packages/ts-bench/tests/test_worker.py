@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from ts_bench import processes
 from ts_bench.measure import measure
 from ts_bench.scenarios import SCENARIOS
 from ts_bench.worker import run
@@ -69,3 +73,32 @@ def test_a_cap_above_the_device_is_refused() -> None:
     scenario = dataclasses.replace(TINY, limit_bytes=10**15)
     with pytest.raises(OptionError, match="limit: 1000000000000000 bytes are more than the device"):
         measure(object(), scenario, "plain", device=torch.device("cuda", 0), warmup=1, steps=1)  # type: ignore[arg-type]
+
+
+def test_an_interrupt_while_a_worker_begins_ends_it(tmp_path, monkeypatch) -> None:
+    """Ctrl-C between the start of a process and the moment at which it is known."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(command, **options):
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"], **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt):
+        processes.Starter().run(tmp_path / "job", tmp_path / "result", tmp_path / "log", 30.0)
+    (worker,) = started
+    try:
+        assert worker.poll() == -signal.SIGKILL
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def test_a_worker_whose_starter_is_gone_before_it_looks_ends() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    code = f"import os; from ts_bench import worker; worker._end_with(os.getppid(), {gone.pid})"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert ended.returncode == 1

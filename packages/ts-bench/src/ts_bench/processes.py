@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from ts_bench import cuda_facts, preload
+from ts_core.interrupts import held_back
 
 PRELOADED = [
     "torch",
@@ -79,9 +80,10 @@ class Starter:
             self._context.set_forkserver_preload([preload.__name__])
             os.environ[preload.VARIABLE] = json.dumps({"modules": PRELOADED, "facts": facts})
         process = self._context.Process(target=_in_fork, args=(str(job), str(result), str(log)))
-        process.start()
-        os.environ.pop(preload.VARIABLE, None)  # the first start has started the server with it
         try:
+            with held_back:  # Ctrl-C finds it begun and known, or not begun
+                process.start()
+            os.environ.pop(preload.VARIABLE, None)  # the first start has started the server with it
             process.join(limit_s)
             return process.exitcode
         finally:
@@ -115,20 +117,23 @@ def _in_fork(job: str, result: str, log: str) -> None:
 
 def _interpreter(job: Path, result: Path, log: Path, limit_s: float) -> int | None:
     command = [sys.executable, "-m", "ts_bench.worker", str(job), str(result)]
+    process = None
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=os.name == "posix",
-        )
         try:
+            with held_back:  # Ctrl-C finds it begun and known, or not begun
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=os.name == "posix",
+                )
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -256,6 +257,7 @@ class _Run:
             "settling": self.settings.settling,
             "trace": _trace(self.settings.traces, f"{spec}-{variant}"),
             "link": self.settings.link,
+            "starter": os.getpid(),
         }
         own = getattr(engine, "own_interpreter", False)
         with tempfile.TemporaryDirectory(prefix="ts-bench-") as folder:

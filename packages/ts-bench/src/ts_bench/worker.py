@@ -28,7 +28,8 @@ PARENT_POLL_S = 1.0
 def main(job_path: Path, result_path: Path) -> None:
     """Run the job and write the result, also when it fails."""
     job = json.loads(job_path.read_text(encoding="utf-8"))
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    who = os.getppid(), job.get("starter")
+    threading.Thread(target=_end_with, args=who, daemon=True).start()
 
     def write(result: Result) -> None:
         part = result_path.with_suffix(".part")
@@ -44,8 +45,8 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     Args:
         job: engine, variant, scenario, device, warmup, steps, threads; and maybe `also` (more
             scenarios of the same model, run one after the other on what was prepared), `profiled`
-            and `settling` (steps), `trace` (see `Counts`) and `link` (whether
-            to measure the link).
+            and `settling` (steps), `trace` (see `Counts`), `link` (whether to measure the link)
+            and `starter` (the process that asked, which it does not outlive).
         on_result: called with what there is so far, after each scenario.
 
     Returns:
@@ -101,12 +102,18 @@ def run(job: dict[str, Any], on_result: Callable[[Result], None] = lambda result
     return result
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, starter: int | None = None) -> None:
     """End this process, and what it started, once its parent is no more.
 
     A parent that is killed cannot do it, and a worker that is left holds the device's memory.
+
+    Args:
+        parent: of this process, as it began.
+        starter: who asked for it, and may have been gone by then.
     """
-    while os.getppid() == parent:
+    import psutil
+
+    while os.getppid() == parent and (starter is None or psutil.pid_exists(starter)):
         time.sleep(PARENT_POLL_S)
     if os.name == "posix" and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
