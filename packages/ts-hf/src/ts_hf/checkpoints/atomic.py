@@ -36,11 +36,12 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f"{PARTIAL}{target.name}-", dir=target.parent))
-    aside.chmod(0o777 & ~_umask())
+    mask = _umask()  # once: asking for it sets it for a moment
+    aside.chmod(0o777 & ~mask)
     try:
         yield aside
         for path in aside.rglob("*"):
-            path.chmod(path.stat().st_mode | (0o666 & ~_umask()))
+            path.chmod(path.stat().st_mode | (0o666 & ~mask))
             _sync(path)
         _sync(aside)
     except BaseException as error:
