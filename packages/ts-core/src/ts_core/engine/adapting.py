@@ -160,10 +160,6 @@ class PlacementAdapter:
         kept = session.activations.device_bytes
         return recomputing + self.corrector.placed + kept + held - self._held
 
-    def is_free(self, size_bytes: int) -> None:
-        """What was set apart for recordings is for others now, since none will be made."""
-        self.corrector.is_free(size_bytes)
-
     def before_larger(self, ratio: float) -> None:
         """An input comes that is `ratio` times as large as any before, and will be measured.
 

@@ -288,7 +288,7 @@ def test_what_was_apart_for_recordings_is_free_once_they_are_given_up(
     model, _ = wrap(model, torch.optim.AdamW(params), quantize="none", profile=False)
     session: Any = model._trainstream_session
     freed: list[int] = []
-    session.adapter = SimpleNamespace(is_free=freed.append)
+    session.adapter = SimpleNamespace(corrector=SimpleNamespace(is_free=freed.append))
     memory = session.activations.memory
     memory.for_recordings = 1000
     assert memory.apart == 1000

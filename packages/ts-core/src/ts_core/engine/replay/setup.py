@@ -58,7 +58,7 @@ def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | N
         if why is not None:
             memory.give_up_recordings()
             if now.adapter is not None:
-                now.adapter.is_free(apart)
+                now.adapter.corrector.is_free(apart)
         return why
 
     shared = frozenset(shared_parameters(model, session.blocks))
