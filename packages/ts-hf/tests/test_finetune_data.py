@@ -19,7 +19,7 @@ from ts_hf.cli.pairs import prepare_pairs
 from ts_hf.cli.records import Text
 from ts_hf.cli.rows import IGNORED, PadCollator, Rows, prepare_rows, split_sources
 from ts_hf.cli.settings import FinetuneConfig
-from ts_hf.cli.sources import overlaps, read_documents, split_documents
+from ts_hf.cli.sources import read_documents, split_documents
 from ts_hf.testing.letters import Letters, learned_of, text_of
 
 
@@ -470,32 +470,3 @@ def test_the_rows_of_a_part_say_of_how_many(
     assert train.estimated and f"20 of about {train.of} rows" in lines[0]
     everything, lines = told(str(folder), steps=10_000)
     assert everything.of is None and train.of == pytest.approx(len(everything), abs=1)
-
-
-def test_files_given_more_than_once_are_named(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, 3)
-    one, two, other = (str(folder / f"{index}.txt") for index in range(3))
-    (tmp_path / "link.txt").symlink_to(two)
-    assert overlaps([one, two]) == [] and overlaps([one], other) == []
-    (told,) = overlaps([one, one, two])
-    assert told.startswith(f"{Path(one).resolve()} is given more than once")
-    (told,) = overlaps([str(folder), one, str(tmp_path / "link.txt")])
-    assert "0.txt and 1 more are given more than once" in told
-    assert "given more than once" in overlaps(["stdlib", "stdlib"])[0]
-    (told,) = overlaps([str(folder)], two)
-    assert "1.txt is both trained on and held out" in told
-    assert len(read_documents([one, one])) == 2  # it is said, and done as asked
-
-
-def test_runs_and_hidden_files_in_a_folder_are_no_data(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, 2)
-    for name in ("finetune-run/adapter", ".venv/lib"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "README.md").write_text("not a text to learn")
-    (folder / "finetune-run" / "history.jsonl").write_text('{"kind": "session"}\n')
-    (folder / "finetune-run" / "run.lock").touch()
-    (folder / ".notes.txt").write_text("hidden")
-    (folder / "more").mkdir()
-    (folder / "more" / "2.txt").write_text("C")
-    names = [document.name for document in read_documents([str(folder)])]
-    assert names == ["0.txt", "1.txt", "more/2.txt"]
