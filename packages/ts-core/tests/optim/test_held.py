@@ -97,6 +97,22 @@ def test_what_has_been_read_goes_without_a_wait_of_a_stream_that_matters() -> No
         assert memory() is None and held.size_bytes == 0
 
 
+def test_what_the_link_still_reads_does_not_hold_what_was_read_in_device_memory() -> None:
+    device = Recorded()
+    held = HeldGradients(device)
+    link, link_memory = gradient()
+    near, near_memory = gradient()
+    job, event = queued(False)
+    held.add(job, link, over_link=True)
+    held.add(queued(True)[0], near)
+    del link, near
+    held.make_room(100, 10**9)
+    assert near_memory() is None and link_memory() is not None and held.size_bytes == 100
+    held.add(queued(False)[0], gradient()[0])
+    held.make_room(100, 200)  # the slow one goes first, behind its update
+    assert device.waits[-1] is event and link_memory() is None and held.size_bytes == 100
+
+
 def test_one_that_is_larger_than_the_limit_is_held_alone() -> None:
     device = Recorded()
     held = HeldGradients(device)
@@ -127,7 +143,7 @@ def test_a_backward_goes_on_while_updates_are_late() -> None:
     optimizer.build()
     gate = threading.Event()
     work = optimizer._updates.storage.device_work()
-    device.launch(work.stream, lambda: gate.wait(20) and None)
+    device.launch(work.stream(over_link=True), lambda: gate.wait(20) and None)
     begun = time.monotonic()
     for param in params:
         param.grad = torch.ones_like(param)

@@ -342,7 +342,7 @@ def test_rates_are_those_of_an_idle_link(monkeypatch: pytest.MonkeyPatch) -> Non
         for param in params:
             param.grad = torch.ones_like(param)
         if step == 1:
-            device.launch(work.stream, lambda: time.sleep(0.3) or done.set())
+            device.launch(work.stream(over_link=True), lambda: time.sleep(0.3) or done.set())
         optimizer.step()
     assert found == [(True, 0)]
 

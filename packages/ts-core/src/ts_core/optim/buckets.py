@@ -325,12 +325,11 @@ class Bucket:
 
     def _continues(self, start: int, end: int) -> bool:
         """Whether the parameter `end` belongs to the run of neighbours from `start` on."""
+        if not self.counts[end] or self.steps[end] != self.steps[start]:
+            return False
         offsets, bases = self.layout.offsets, self.layout.bases
-        return (
-            bool(self.counts[end])
-            and self.steps[end] == self.steps[start]
-            and bases[end] - bases[start] == offsets[end] - offsets[start]
-        )
+        one_run = bases[end] - bases[start] == offsets[end] - offsets[start]
+        return one_run or not self.place.rounds_at_random
 
     def master_loaded(self, position: int) -> None:
         """The master copy was loaded: at the next update it counts where it rounds to the

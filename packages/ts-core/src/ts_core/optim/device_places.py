@@ -21,8 +21,19 @@ from ts_core.optim.places import Place, Update, pinned_zeros
 from ts_core.transfer import PendingCopy, edges
 
 
+class _Lane:
+    """A stream of updates, and what must stay alive until those have run, in their order."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.kept: deque[tuple[Event, int, object]] = deque()
+
+
 class DeviceWork:
-    """The stream that device updates run on, and what must stay alive until they have run.
+    """The streams that device updates run on, and what must stay alive until they have run.
+
+    Updates over the link have a stream of their own: each takes long, and those in device memory,
+    which are soon done, would wait behind them.
 
     Args:
         device: where the parameters are.
@@ -32,34 +43,50 @@ class DeviceWork:
     def __init__(self, device: Device, max_inflight_bytes: int) -> None:
         self.device = device
         self._max_inflight_bytes = max_inflight_bytes
-        self.stream: Stream = self.device.new_stream("optimizer")
-        self._kept: deque[tuple[Event, int, object]] = deque()
+        self._near = _Lane(device.new_stream("optimizer"))
+        self._link = _Lane(device.new_stream("optimizer over the link"))
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
-    def launch(self, work: Callable[[], None], after: Sequence[Event]) -> Event:
-        """Queue `work` on the stream behind `after`; returns the event of its completion."""
-        for event in after:
-            edges.wait(self.device, self.stream, event)
-        edges.pause(self.device, self.stream)
-        self.device.launch(self.stream, work)
-        edges.pause(self.device, self.stream)
-        return self.stream.record()
+    def stream(self, over_link: bool) -> Stream:
+        """That updates of state in device memory, or over the link, are queued on."""
+        return self._lane(over_link).stream
 
-    def keep(self, event: Event, tensor: torch.Tensor) -> None:
-        """Hold `tensor` until `event`; beyond the limit in flight, wait for the oldest."""
+    def launch(self, work: Callable[[], None], after: Sequence[Event], over_link: bool) -> Event:
+        """Queue `work` behind `after`; returns the event of its completion."""
+        stream = self.stream(over_link)
+        for event in after:
+            edges.wait(self.device, stream, event)
+        edges.pause(self.device, stream)
+        self.device.launch(stream, work)
+        edges.pause(self.device, stream)
+        return stream.record()
+
+    def keep(self, event: Event, tensor: torch.Tensor, over_link: bool) -> None:
+        """Hold `tensor` until `event` of `launch`; beyond the limit wait for the oldest."""
         size = tensor.numel() * tensor.element_size()
+        lane = self._lane(over_link)
         with self._lock:
-            self._kept.append((event, size, tensor))
+            lane.kept.append((event, size, tensor))
             self._kept_bytes += size
-            while self._kept:
-                oldest, oldest_size, _ = self._kept[0]
-                if not oldest.query():
-                    if self._kept_bytes <= self._max_inflight_bytes:
-                        break
-                    self.device.host_wait(oldest)
-                self._kept.popleft()
-                self._kept_bytes -= oldest_size
+            for each in (self._near, self._link):
+                while each.kept and each.kept[0][0].query():
+                    self._let_go(each)
+            while self._kept_bytes > self._max_inflight_bytes:
+                oldest = lane if lane.kept else self._near if lane is self._link else self._link
+                self.device.host_wait(oldest.kept[0][0])
+                self._let_go(oldest)
+
+    def synchronize(self) -> None:
+        """Wait for what has been queued."""
+        for lane in (self._near, self._link):
+            lane.stream.synchronize()
+
+    def _lane(self, over_link: bool) -> _Lane:
+        return self._link if over_link else self._near
+
+    def _let_go(self, lane: _Lane) -> None:
+        self._kept_bytes -= lane.kept.popleft()[1]
 
 
 class DevicePlace(Place):
@@ -67,7 +94,7 @@ class DevicePlace(Place):
 
     Args:
         target: the parameters' flat memory, for their present values.
-        work: stream of the updates.
+        work: streams of the updates.
         arena: where pinned state comes from.
         name: "resident" (state in device memory) or "zero_copy" (in pinned RAM).
         in_place: the parameters' memory is the host's, and the device updates them there.
@@ -88,6 +115,7 @@ class DevicePlace(Place):
     ) -> None:
         self.name = name
         resident = name == "resident"
+        self.over_link = not resident
         self._work = work
         where = work.device.torch_device if resident else None
         make = (lambda n, d: torch.zeros(n, dtype=d, device=where)) if resident else None
@@ -115,13 +143,13 @@ class DevicePlace(Place):
                     update.hyper,
                     segment.step,
                     scale,
-                    over_link=self.name != "resident",
+                    over_link=self.over_link,
                     device=device.torch_device,
                 )
 
-        event = self._work.launch(work, after)
+        event = self._work.launch(work, after, self.over_link)
         if not update.held:
-            self._work.keep(event, gradient)
+            self._work.keep(event, gradient, self.over_link)
         return event
 
     def live(self) -> dict[str, torch.Tensor]:

@@ -192,7 +192,7 @@ class UpdatePipeline:
             update.held = held is not None
             job = self._queue(bucket, update, verdict, newest_first)
             if held is not None:
-                held.add(job, update.gradients.flat)
+                held.add(job, update.gradients.flat, bucket.place.over_link)
             flight = bucket.flew(job, guards)
         if guards:
             read_guard.guard(trained, flight)

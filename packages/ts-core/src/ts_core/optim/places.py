@@ -62,11 +62,15 @@ class Place(ABC):
     Attributes:
         name: one of NAMES.
         on_device: the device does the update, and gradients stay there for it.
+        over_link: it does so with state in host memory.
+        rounds_at_random: it uses the random bits that a segment's `base` counts.
         seconds: of the last update's own work where the host does it.
     """
 
     name: str
     on_device: bool
+    over_link = False
+    rounds_at_random = False
     seconds = 0.0
 
     @abstractmethod
@@ -152,6 +156,7 @@ class HostPlace(Place):
         self._threads = threads
         self._piece = piece
         self.moments = Moments(numel, kind, seed, empty)
+        self.rounds_at_random = kind != "float32"
         self.master: torch.Tensor | None = None
         if dtype is not torch.float32:
             self.master = (empty or _zeros)(numel, torch.float32)

@@ -138,7 +138,7 @@ class Storage:
     def settle(self) -> None:
         """Wait until the device has finished with all state, so that it may be read or written."""
         if self._work is not None:
-            self._work.stream.synchronize()
+            self._work.synchronize()
 
     def _first_place(self, layout: FlatLayout) -> Place:
         """Device updates where they may be wanted: what they take is measured before a split."""
@@ -181,7 +181,7 @@ class Storage:
         return self.copies.max_inflight_bytes // 2
 
     def device_work(self) -> DeviceWork:
-        """The stream of device updates, made when first asked for."""
+        """The streams of device updates, made when first asked for."""
         if self._work is None:
             assert self.copies is not None
             self._work = DeviceWork(self.copies.device, self.device_inflight_bytes())

@@ -16,6 +16,7 @@ from ts_core.optim.backwards import BackwardWatch
 from ts_core.optim.buckets import Bucket, carry_state
 from ts_core.optim.data_parallel import Ranks
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.launch_order import in_order
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
 from ts_core.optim.options import StepOptions
@@ -280,7 +281,7 @@ class Updates:
                     bucket.collect(position, zeros, self.options.accumulation, self.arrivals)
 
     def _launch(self, waiting: Sequence[int], by_norm: bool) -> None:
-        """Queue the updates in the order of the last forward, the reverse of the gradients'.
+        """Queue the updates in the order of the last forward (see `in_order`).
 
         Args:
             waiting: indices of the closed buckets that were not updated during backward.
@@ -288,7 +289,7 @@ class Updates:
         """
         options = self.options
         buckets = [self.buckets[index] for index in waiting]
-        buckets.sort(key=lambda bucket: -bucket.order)
+        buckets = in_order(buckets)
         hypers = [self._hyper(bucket) for bucket in buckets]  # before anything is queued
         verdict = None
         if not by_norm:
