@@ -293,9 +293,10 @@ class OffloadAdamW(PlacedState):
                 self.param_groups, self.step_options, updates.steps
             )
             return
-        for param in self._params():
-            if param.grad is not None:
-                self._on_gradient(param)
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            left = [param for param in self._params() if param.grad is not None]
+        for param in left:
+            self._on_gradient(param)
         updates.step()
         if self.after_step is not None:
             self.after_step()
@@ -337,7 +338,8 @@ class OffloadAdamW(PlacedState):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those of a started accumulation included. Does not wait for updates."""
         self._updates.drop("zero_grad() before step()")
-        super().zero_grad(set_to_none=set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none=set_to_none)
 
     def let_go(self) -> None:
         """Gradients that updates still read go now, and later work of the device waits for those.
