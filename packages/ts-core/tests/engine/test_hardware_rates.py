@@ -56,14 +56,34 @@ def test_no_memory_to_measure_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPat
     assert "not measured, for lack of memory: CUDA out of memory" in said[0]
 
 
+CPU = torch.device("cpu")
+
+
 def test_work_of_a_step_from_what_was_measured() -> None:
     model = tiny_model(3, 16)
     tokens = 14
     measured = [BlockActivations(5000, 0, tokens * 16 * 4)] * 3
-    work = planning.work_of(list(model.layers), measured)
+    work = planning.work_of(list(model.layers), measured, CPU)
     assert work is not None and work.backward == 1.0
     values = sum(p.numel() for p in model.layers[0].parameters() if p.dim() >= 2)
     assert work.block_flops == (2.0 * tokens * values,) * 3
-    full = planning.work_of(list(tiny_model(3, 16, full=True).layers), measured)
+    assert work.forward_speed == work.backward_speed == 1.0
+    full = planning.work_of(list(tiny_model(3, 16, full=True).layers), measured, CPU)
     assert full is not None and full.backward == 2.0
-    assert planning.work_of([nn.Linear(4, 4, bias=False)], measured[:1]) is None
+    assert planning.work_of([nn.Linear(4, 4, bias=False)], measured[:1], CPU) is None
+
+
+def test_stored_weights_say_how_fast_their_products_are() -> None:
+    """Half of the values twice as fast in forward and half as fast in backward."""
+    asked: list[tuple[int, torch.device]] = []
+
+    def speeds(tokens: int, device: torch.device) -> tuple[float, float]:
+        asked.append((tokens, device))
+        return 2.0, 0.5
+
+    block = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16))
+    block[0].weight.product_speeds = speeds  # type: ignore[attr-defined]
+    work = planning.work_of([block], [BlockActivations(5000, 0, 14 * 16 * 4)], CPU)
+    assert work is not None and asked == [(14, CPU)]
+    assert work.forward_speed == pytest.approx(1 / 0.75)
+    assert work.backward_speed == pytest.approx(1 / 1.5)

@@ -42,7 +42,9 @@ def test_what_was_pledged_goes_down_as_state_arrives() -> None:
     optimizer = SimpleNamespace(state_away=lambda: (5000, 1e9), state_on_device=lambda: taken[0])
     said: list[str] = []
     block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    session: Any = SimpleNamespace(optimizer=optimizer, blocks=[block], log=said.append)
+    session: Any = SimpleNamespace(
+        optimizer=optimizer, blocks=[block], log=said.append, device=HostDevice()
+    )
     session = type("Session", (), vars(session))()
     room = StateRoom(session, None)
     assert room() == 0

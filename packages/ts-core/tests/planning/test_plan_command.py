@@ -85,6 +85,21 @@ def test_fits_and_says_where_blocks_live(
     assert "DOES NOT FIT" not in text
 
 
+def test_the_step_is_its_two_passes_and_no_format_is_called_faster(
+    tiny_reader: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a device multiplies in a format is known where one is, once weights are stored."""
+    asked = ["large", "--vram", "2GiB", "--ram", "16GiB", "--param-offload", "1.0", "--quantize"]
+    found = {name: outcome_of(*asked, name).plan.seconds for name in ("none", "fp8", "int8")}
+    for name, seconds in found.items():
+        assert seconds["compute"] == pytest.approx(found["none"]["compute"]), name
+        assert seconds["step"] >= seconds["forward"] + seconds["backward"] > 0
+        assert seconds["forward"] + seconds["backward"] > seconds["compute"]  # they load, too
+    run(*asked, "none")
+    text = capsys.readouterr().out
+    assert "forward, with its loads" in text and "backward, with its loads" in text
+
+
 def test_with_everything_trained_no_format_of_frozen_weights_is_named(
     tiny_reader: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

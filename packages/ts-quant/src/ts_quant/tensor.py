@@ -25,6 +25,7 @@ from ts_quant.codecs.base import QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
 from ts_quant.linear import frozen_linear
+from ts_quant.matmul import speed
 from ts_quant.matmul.options import MatmulOptions
 from ts_quant.no_memory import NoMemory, refuse_graph
 from ts_quant.stored_spec import check_stored, is_floating, stored_spec
@@ -155,6 +156,10 @@ class QuantTensor(NoMemory, torch.Tensor):
     def buffers(self) -> tuple[Tensor, ...]:
         """The inner tensors, as they are now."""
         return tuple([getattr(self, name) for name in self._names])
+
+    def product_speeds(self, tokens: int, device: torch.device) -> tuple[float, float]:
+        """See `ts_quant.matmul.speed.product_speeds`."""
+        return speed.product_speeds(self, tokens, device)
 
     def share_memory_(self) -> QuantTensor:
         """Move the inner tensors to shared memory, as torch.Tensor.share_memory_ does; in place."""

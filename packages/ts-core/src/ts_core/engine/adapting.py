@@ -137,7 +137,7 @@ class PlacementAdapter:
             return 0
         self._held = 0 if session.optimizer is None else session.optimizer.held_on_device()
         before = session.plan
-        work = work_of(session.blocks, measured)
+        work = work_of(session.blocks, measured, session.device.torch_device)
         found = self.corrector.share_room(session.steps, room, measured, work)
         if found is None or not self._move(session, before, found):
             return 0

@@ -176,24 +176,52 @@ def with_rates(
     return replace(machine, rates=rates)
 
 
-def work_of(blocks: Sequence[nn.Module], measured: Sequence[BlockActivations]) -> Work | None:
+def work_of(
+    blocks: Sequence[nn.Module], measured: Sequence[BlockActivations], device: torch.device
+) -> Work | None:
     """Operations of a step, from the sizes of the blocks' weights and inputs.
 
     The tokens of a step are taken from the bytes of a block's input and the width of its norms;
-    None where blocks have no such parameters. Products outside the blocks are left out.
+    None where blocks have no such parameters. Products outside the blocks are left out. Stored
+    weights say how fast their products are (`product_speeds`, as ts-quant's have it).
+
+    Args:
+        blocks: the stack.
+        measured: of each block.
+        device: that computes; weights may lie elsewhere now.
     """
     flops = []
     trained = total = 0
+    forward = backward = 0.0  # values, as many as plain ones take as long
     for block, activations in zip(blocks, measured, strict=True):
         norm = norm_of(block)
         if norm is None:
             return None
         tokens = activations.boundary / (norm.numel() * norm.element_size())
-        values = sum(p.numel() for p in block.parameters() if p.dim() >= 2)
+        matrices = [p for p in block.parameters() if p.dim() >= 2]
+        values = sum(p.numel() for p in matrices)
         flops.append(2.0 * tokens * values)
         total += values
-        trained += sum(p.numel() for p in block.parameters() if p.dim() >= 2 and p.requires_grad)
-    return Work(tuple(flops), backward=2.0 if 2 * trained > total else 1.0)
+        trained += sum(p.numel() for p in matrices if p.requires_grad)
+        for matrix in matrices:
+            in_forward, in_backward = _speeds(matrix, int(tokens), device)
+            forward += matrix.numel() / in_forward
+            backward += matrix.numel() / in_backward
+    return Work(
+        tuple(flops),
+        backward=2.0 if 2 * trained > total else 1.0,
+        forward_speed=total / forward if forward else 1.0,
+        backward_speed=total / backward if backward else 1.0,
+    )
+
+
+def _speeds(weight: torch.Tensor, tokens: int, device: torch.device) -> tuple[float, float]:
+    """Of products with a weight in forward and in backward, over those with a plain one."""
+    found = getattr(weight, "product_speeds", None)
+    if found is None:
+        return 1.0, 1.0
+    in_forward, in_backward = found(tokens, device)
+    return float(in_forward), float(in_backward)
 
 
 def norm_of(block: nn.Module) -> nn.Parameter | None:

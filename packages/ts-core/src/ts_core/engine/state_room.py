@@ -84,7 +84,7 @@ class StateRoom:
         if session is None or session.optimizer is None or room <= 0:
             return 0
         away = session.optimizer.state_away()
-        work = work_of(session.blocks, measured)
+        work = work_of(session.blocks, measured, session.device.torch_device)
         if away is None or work is None:
             return 0
         size, seconds = away

@@ -137,6 +137,8 @@ def _draw_time(axes: Any, outcome: Outcome) -> None:
     axes.set_yticks(range(4), list(names.values()))
     rates = outcome.machine.rates
     origin = "" if rates is None or rates.measured else ", assumed rates"
-    axes.set_xlabel(f"ms per step: about {seconds['step'] * 1000:.0f} (what overlaps{origin})")
+    axes.set_xlabel(
+        f"ms per step: about {seconds['step'] * 1000:.0f} (what overlaps within a pass{origin})"
+    )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -115,6 +115,8 @@ def _time(outcome: Outcome) -> list[list[Piece]]:
         ]
     ]
     names = {
+        "forward": "forward, with its loads",
+        "backward": "backward, with its loads",
         "compute": "compute",
         "to_device": "link to the device",
         "to_host": "link to the host",

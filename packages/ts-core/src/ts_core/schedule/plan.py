@@ -31,6 +31,9 @@ class Work:
         gradient_bytes: gradients that leave the device per step.
         updated_bytes: new values that go back to the device per step.
         low_precision: whether products run in bf16 or fp16.
+        forward_speed, backward_speed: how fast the blocks' products run, over plain ones of their
+            precision: less than 1 where stored weights are decoded first, more on tensor cores of
+            the weights' format.
     """
 
     block_flops: tuple[float, ...] = ()
@@ -40,6 +43,8 @@ class Work:
     gradient_bytes: int = 0
     updated_bytes: int = 0
     low_precision: bool = True
+    forward_speed: float = 1.0
+    backward_speed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -199,8 +204,9 @@ class Plan:
         fits: whether the plan stays within the budgets.
         predicted: bytes of device memory by use, their "total", and the "budget".
         host: bytes of host memory by use, their "total", and the "budget".
-        seconds: predicted times of a step: "compute", "to_device", "to_host", "updates", and the
-            "step" itself, in which they overlap; empty when rates or work are unknown.
+        seconds: predicted times of a step: "compute", "to_device", "to_host", "updates", those of
+            the passes "forward" and "backward", and the "step" itself, in which all but the two
+            passes overlap; empty when rates or work are unknown.
         activations: per block "keep", "offload" or "recompute"; empty when unknown.
         shortfall: bytes over the budget that failed (0 when it fits).
         failed: the budget that failed, "device" or "host"; empty when it fits.

@@ -73,6 +73,27 @@ class Prepared:
     tensors: tuple[Tensor, ...]
 
 
+def tensor_core_kind(weight: QuantTensor, tokens: int, device: torch.device) -> str | None:
+    """How a bf16 activation is quantized for a product with a weight [N, K]; None: it is decoded.
+
+    Args:
+        weight: encoded; where its buffers lie does not matter.
+        tokens: rows of the activation.
+        device: that multiplies.
+    """
+    spec, options, shape = weight._spec, weight._matmul, weight._decoded_shape
+    if not options.allows(spec.codec, shape):
+        return None
+    if spec.channel_scale or (spec.outliers and spec.codec == NVFP4):
+        return None
+    kind = fp8.activation_kind(spec, shape, tokens)
+    if kind is None and nvfp4.takes(spec, shape):
+        kind = NVFP4
+    if kind is None or not _supported(device, fp8.needed(kind, shape[1])):
+        return None
+    return kind
+
+
 def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) -> Prepared | None:
     """The activation as the weight's tensor-core product takes it; None: decode the weight.
 
@@ -82,24 +103,20 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
         weight: encoded [N, K].
         bias: [N] or None.
     """
-    spec, options, shape = weight._spec, weight._matmul, weight._decoded_shape
-    if x.dtype is not torch.bfloat16 or not options.allows(spec.codec, shape):
-        return None
-    if spec.channel_scale or (spec.outliers and spec.codec == NVFP4):
+    shape = weight._decoded_shape
+    if x.dtype is not torch.bfloat16:
         return None
     if x.dim() == 0 or x.shape[-1] != shape[1] or x.numel() == 0:
         return None
     if bias is not None and (bias.dtype is not torch.bfloat16 or bias.shape != shape[:1]):
         return None
     tokens = x.numel() // shape[1]
-    kind = fp8.activation_kind(spec, shape, tokens)
-    if kind is None and nvfp4.takes(spec, shape):
-        kind = NVFP4
-    if kind is None or not _supported(x.device, fp8.needed(kind, shape[1])):
+    kind = tensor_core_kind(weight, tokens, x.device)
+    if kind is None:
         return None
     if _misaligned(weight):
         return None
-    share = options.outliers if kind == NVFP4 else 0.0
+    share = weight._matmul.outliers if kind == NVFP4 else 0.0
 
     def make() -> list[Tensor]:
         with torch.no_grad():
