@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ts_core.schedule import HardwareProfile, MachineProfile, ModelProfile, PlanOptions, make_plan
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, Work
-from ts_core.schedule.planner import repage, spread
 from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.schedule.remedies import Alternative
 
@@ -226,34 +225,6 @@ def test_what_fits_is_within_both_budgets_and_remedies_work(
                 host_available=sizes.get("are avail", here.host_available),
             )
             assert make_plan(model, changed).fits, remedy
-
-
-@given(st.sets(st.integers(0, 59)), st.integers(0, 70), st.integers(1, 60))
-def test_repaging_changes_as_few_blocks_as_can_be(
-    current: set[int], count: int, total: int
-) -> None:
-    candidates = tuple(range(0, 2 * total, 2))
-    known = current & set(candidates)
-    chosen = repage(sorted(current), candidates, count)
-    assert len(chosen) == min(count, total) and set(chosen) <= set(candidates)
-    assert list(chosen) == sorted(set(chosen))
-    assert len(known ^ set(chosen)) == abs(len(known) - len(chosen))
-
-
-def test_repaging_goes_where_resident_blocks_are_widest() -> None:
-    assert repage((), range(9), 1) == (4,)
-    assert repage((4,), range(9), 3) == (1, 4, 7)
-    assert repage((), range(9), 0) == () and repage((0,), range(9), 2) == (0, 6)
-    assert repage((1, 2, 7), range(9), 2) == (2, 7) or repage((1, 2, 7), range(9), 2) == (1, 7)
-
-
-def test_stretches_at_the_ends_are_half_as_wide() -> None:
-    """A pass computes them twice, there and back, and the link has nothing to load meanwhile."""
-    fewer = repage(spread(20, 48), range(48), 17)
-    assert fewer == (1, 3, 6, 10, 13, 15, 18, 22, 25, 27, 30, 34, 37, 39, 42, 44, 46)
-    more = repage((9, 20, 30, 40), range(48), 6)
-    assert more == (3, 9, 20, 30, 40, 45)
-    assert repage((0, 3, 6), range(8), 2) == (0, 6)  # without 0 the first stretch would be 7 wide
 
 
 def test_replayed_blocks_page_activations_only_where_nothing_else_fits() -> None:

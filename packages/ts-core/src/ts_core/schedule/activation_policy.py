@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ts_core.schedule.places import spread
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
-from ts_core.schedule.planner import spread
 
 RAM_SHARE = 0.60
 RAM_FREE_SHARE = 0.10

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ts_core.schedule.activation_policy import ActivationPolicy
+from ts_core.schedule.places import spread
 from ts_core.schedule.plan import KEEP, OFFLOAD
-from ts_core.schedule.planner import spread
 
 # The first step of a policy also fills its buffers and is not counted.
 WARMUP_STEPS = 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.case import Case
+from ts_core.schedule.places import repage
 from ts_core.schedule.plan import (
     KEEP,
     MachineProfile,
@@ -23,7 +24,7 @@ from ts_core.schedule.plan import (
     Work,
     human,
 )
-from ts_core.schedule.planner import evaluate, repage
+from ts_core.schedule.planner import evaluate
 
 QUIET_STEPS = 2
 # Blocks are given back at most this often before placement only ever gets tighter.
@@ -334,16 +335,20 @@ class PeakCorrector:
         machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]
-        choices: list[tuple[int, ...]] = []
+        choices: dict[int, tuple[int, ...]] = {}
+        trained = max(self._model.trained_pageable, default=0)
+        most = max((self._model.pageable[index] for index in self._movable), default=1) + trained
         for slots in range(options.slot_count, 0, -1):
             case = Case(self._model, machine, options, (), slots)
-            for count in range(len(self._movable) + 1):
-                if count == len(choices):
+            # Each block that leaves frees no more than `most`.
+            least = case.shortfall(()) // most - len(stuck)
+            for count in range(min(max(0, least), len(self._movable)), len(self._movable) + 1):
+                if count not in choices:
                     more = repage(current, self._movable, count)
-                    choices.append(tuple(sorted([*stuck, *more])))
+                    choices[count] = tuple(sorted([*stuck, *more]))
                 if case.shortfall(choices[count]) == 0:
                     return case.plan(choices[count])
-        return case.plan(choices[-1])
+        return case.plan(choices[len(self._movable)])
 
     def _over(self, peak: int, target: int) -> str:
         if peak <= target or self._warned:

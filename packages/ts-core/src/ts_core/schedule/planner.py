@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ts_core.schedule.case import Case
+from ts_core.schedule.places import spread
 from ts_core.schedule.plan import (
     KEEP,
     OFFLOAD,
@@ -20,13 +20,7 @@ from ts_core.schedule.remedies import Alternative, find_remedies
 
 _NOT_RECORDED = "blocks run eagerly (cuda_graphs), since there is no room for recordings of them"
 
-__all__ = ["Alternative", "evaluate", "make_plan", "repage", "spread"]
-
-
-def spread(count: int, total: int) -> tuple[int, ...]:
-    """`count` of `total` indices (all when `count` is more), one in the middle of each stretch."""
-    count = min(count, total)
-    return tuple((2 * k + 1) * total // (2 * count) for k in range(count))
+__all__ = ["Alternative", "evaluate", "make_plan", "spread"]
 
 
 def make_plan(
@@ -61,46 +55,6 @@ def make_plan(
     else:
         reason += " Nothing that was tried makes it fit."
     return replace(plan, reasons=(reason, *plan.reasons[1:]), remedies=tuple(remedies))
-
-
-def repage(current: Sequence[int], candidates: Sequence[int], count: int) -> tuple[int, ...]:
-    """`count` of `candidates` to page, spread evenly, with few changes from `current`.
-
-    Blocks are taken from the widest stretch of resident ones, or given back where paged ones are
-    closest. A stretch at either end counts as if its mirror image followed, as a pass does that
-    runs the other way: while it computes such a stretch twice, the link has nothing to load.
-    """
-    rank = {index: place for place, index in enumerate(candidates)}
-    chosen = sorted(rank[index] for index in set(current) & set(candidates))
-    total = len(candidates)
-    count = min(count, total)
-    while len(chosen) > count:
-        around = _mirrored(chosen, total)
-        if len(chosen) > 1:  # what is left when one at an end has gone is mirrored, too
-            around[0], around[-1] = -chosen[1] - 1, 2 * total - 1 - chosen[-2]
-        widths = [around[k + 2] - around[k] for k in range(len(chosen))]
-        chosen.pop(widths.index(min(widths)))
-    while len(chosen) < count:
-        around = _mirrored(chosen, total)
-        gaps = [after - before for before, after in itertools.pairwise(around)]
-        widest = gaps.index(max(gaps))
-        before, after = around[widest], around[widest + 1]
-        if not chosen:
-            chosen = [total // 2]
-        elif widest == 0:  # as far from its mirror image as from the next one
-            chosen.insert(0, after // 3)
-        elif widest == len(chosen):
-            chosen.append(total - 1 - (total - 1 - before) // 3)
-        else:
-            chosen.insert(widest, (before + after) // 2)
-    return tuple(candidates[place] for place in chosen)
-
-
-def _mirrored(chosen: Sequence[int], total: int) -> list[int]:
-    """`chosen` of `total` places, between the mirror images of its first and its last."""
-    if not chosen:
-        return [-1, total]
-    return [-chosen[0] - 1, *chosen, 2 * total - 1 - chosen[-1]]
 
 
 def evaluate(model: ModelProfile, machine: MachineProfile, options: PlanOptions) -> Plan:
