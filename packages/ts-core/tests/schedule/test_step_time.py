@@ -44,7 +44,7 @@ def planned(kind: str, tokens: int, vram: float, **options: bool) -> Plan:
 def test_each_pass_is_as_long_as_its_products_or_its_loads() -> None:
     """4 of 8 blocks stream through 2 slots: 4 loads of 1 s in forward, 2 in backward."""
     rates = replace(H200, h2d=100.0, d2h=100.0, duplex=200.0, matmul_bf16=100.0)
-    work = Work((22.5,) * 8, other_flops=0.0)  # 0.25 s of forward, 0.375 s of backward
+    work = Work((19.5,) * 8, backward=0.375 * 75 / 19.5)  # 0.25 s of forward, 0.375 s of backward
     model = ModelProfile((100,) * 8, activations=(50,) * 8, inputs=(1,) * 8, work=work)
     machine = MachineProfile(None, rates=rates)
 
@@ -59,10 +59,10 @@ def test_each_pass_is_as_long_as_its_products_or_its_loads() -> None:
     assert passes((RECOMPUTE,) * 4 + keep[:4]) == [4.0, 4.0, 6.0]
     # Pages leave beside the loads of forward, and come back beside those of backward.
     assert passes((OFFLOAD,) * 7 + keep[:1]) == [4.0, 5.5, 5.0]
-    slow = replace(model, work=replace(work, block_flops=(90.0,) * 8))
+    slow = replace(model, work=replace(work, block_flops=(78.0,) * 8))
     assert passes(keep, made=slow) == [8.0, 12.0, 20.0]
     # What is recomputed runs as fast as in forward; gradients do not.
-    fast = replace(work, block_flops=(90.0,) * 8, forward_speed=2.0, backward_speed=0.5)
+    fast = replace(work, block_flops=(78.0,) * 8, forward_speed=2.0, backward_speed=0.5)
     assert passes((RECOMPUTE,) * 8, made=replace(model, work=fast)) == [4.0, 28.0, 32.0]
 
 
@@ -78,14 +78,14 @@ def test_what_runs_beside_both_passes_can_be_what_a_step_waits_for() -> None:
 
 
 def test_a_model_on_fp8_streams_what_forward_hides() -> None:
-    """20 to 24 blocks streamed, with the whole step's products to hide behind: 259 ms measured.
-
-    In forward 20 loads of 5.3 ms had 62 ms of products beside them; 12 have as long.
+    """20 blocks streamed, with the whole step's products to hide behind: 259 ms measured, 224 of
+    them kernels. In forward 20 loads of 5.3 ms had 80 ms of products beside them; 15 have as long.
+    With 5 streamed and 28 recomputed it took 280 ms.
     """
     plan = planned("fp8", 2048, 24)
-    assert 10 <= len(plan.paged) <= 14
+    assert 13 <= len(plan.paged) <= 16
     assert plan.activations.count(RECOMPUTE) >= 12 and OFFLOAD not in plan.activations
-    assert plan.seconds["forward"] == pytest.approx(0.065, rel=0.1)
+    assert plan.seconds["forward"] == pytest.approx(0.080, rel=0.05)
     fewer = planned("fp8", 2048, 24, recompute=False)
     assert len(fewer.paged) > 20 and fewer.seconds["step"] > 1.1 * plan.seconds["step"]
 
@@ -95,7 +95,7 @@ def test_products_measured_slower_or_faster_change_little(rate: float) -> None:
     machine = MachineProfile(24 * GB, 200 * GB, rates=replace(H200, matmul_bf16=rate))
     asked = PlanOptions(replayed=True, avoid_pages=True)
     plan = make_plan(adapters_14b("fp8", 2048), machine, asked)
-    assert 10 <= len(plan.paged) <= 17
+    assert 12 <= len(plan.paged) <= 20
 
 
 def test_where_all_is_resident_products_are_the_step() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +140,11 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Start `peak_allocated` again from what is allocated now."""
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """What is allocated within, and freed again, leaves no trace in `peak_allocated`."""
+        yield
 
     @abstractmethod
     def memory(self) -> dict[str, int]:

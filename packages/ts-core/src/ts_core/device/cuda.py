@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -80,6 +81,7 @@ class _Bytes:
 
 
 _PEAKS: Counter[int] = Counter()  # resets by number of the GPU
+_BEFORE_TRIAL: dict[int, int] = {}  # peak in bytes since the last reset, by number of the GPU
 
 
 class CudaDevice(Device):
@@ -207,7 +209,18 @@ class CudaDevice(Device):
 
     def reset_peak(self) -> None:
         self.peaks += 1
+        _BEFORE_TRIAL.pop(self.index, None)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        before, resets = self.memory()["peak_allocated"], self.peaks
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+            if self.peaks == resets:  # else the peak was begun anew meanwhile
+                _BEFORE_TRIAL[self.index] = before
 
     def memory(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)  # once: it is read often
@@ -215,5 +228,5 @@ class CudaDevice(Device):
         return {
             "allocated": int(allocated["current"]),
             "reserved": int(stats["reserved_bytes"]["all"]["current"]),
-            "peak_allocated": int(allocated["peak"]),
+            "peak_allocated": max(int(allocated["peak"]), _BEFORE_TRIAL.get(self.index, 0)),
         }

@@ -177,7 +177,8 @@ class AttentionChoice:
     def _decide(self, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
         """Time the kernels on the shape of a call (once)."""
         self._undecided = False
-        self.timings_ms = time_backends(query, key, options, self._device)
+        with self._device.trial():  # the scores of the "math" kernel may take gigabytes
+            self.timings_ms = time_backends(query, key, options, self._device)
         own = self.timings_ms.pop("torch", None)
         allowed = {n: t for n, t in self.timings_ms.items() if n not in not_deterministic()}
         words = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(self.timings_ms.items()))

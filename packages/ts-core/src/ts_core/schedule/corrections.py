@@ -34,7 +34,7 @@ _MOST_GROWTH = 4.0
 # Room left over when blocks change place, so that steps that differ a little do not move them.
 _MARGIN = 0.01
 # Blocks leave for activations where the predicted step is shorter by this share.
-_WORTH_LEAVING = 0.08
+_WORTH_LEAVING = 0.03
 
 
 @dataclass(frozen=True)
