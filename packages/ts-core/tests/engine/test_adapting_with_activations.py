@@ -120,6 +120,25 @@ def test_it_settles_within_the_target_and_changes_no_bit(
         assert any("activations are known" in event for event in report["events"])
 
 
+@pytest.mark.parametrize(
+    ("streaming", "room", "policy"),
+    [(0.5, 8.5, "krrrkk"), (False, 10.0, "rrkrrk")],
+)
+def test_beside_blocks_that_stream_those_at_the_ends_are_not_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+    plain: TrainingRecord,
+    streaming: float | bool,
+    room: float,
+    policy: str,
+) -> None:
+    asked = {"param_offload": streaming, "activation_offload": False, "offload": True}
+    model, record, _ = run(monkeypatch, TYPICAL_GPU, room, 9, **asked)
+    report = memory_report(model)
+    assert "".join(word[0] for word in report["activations"]["policy"]) == policy
+    assert len(report["params"]["paged_blocks"]) == (3 if streaming else 0)
+    assert plain.differences(record) == []
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_while_gradients_are_accumulated_trained_weights_keep_their_place(
     monkeypatch: pytest.MonkeyPatch, full: bool

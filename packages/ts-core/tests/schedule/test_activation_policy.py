@@ -36,9 +36,10 @@ def modes(
     ram: int = 10**6,
     share: float = 0.0,
     count: int = 6,
+    streams: bool = False,
 ) -> str:
     limits = ActivationLimits(room, ram, prefetch_depth=1, inflight=0)
-    policy = decide([BLOCK] * count, limits, offload, recompute, share)
+    policy = decide([BLOCK] * count, limits, offload, recompute, share, streams)
     return "".join(LETTER[mode] for mode in policy.modes)
 
 
@@ -82,6 +83,36 @@ def test_table(offload: Any, recompute: Any, room: int | None, ram: int, wanted:
     assert modes(offload, recompute, room, ram) == wanted
 
 
+@pytest.mark.parametrize(
+    ("offload", "recompute", "room", "share", "wanted"),
+    [
+        # The ends are kept: the last, the first, the last but one.
+        (False, "auto", 500, 0.0, "kkrkkk"),
+        (False, "auto", 400, 0.0, "kkrrkk"),
+        (False, "auto", 300, 0.0, "krrrkk"),
+        (False, "auto", 200, 0.0, "krrrrk"),
+        (False, "auto", 100, 0.0, "rrrrrk"),
+        (False, "auto", 0, 0.0, "rrrrrr"),
+        (False, "auto", None, 0.0, "kkkkkk"),
+        # All that could be paged are recomputed.
+        ("auto", "auto", 300, 1.0, "krrrkk"),
+        # Where some are paged, or what is recomputed was said, they are where they are otherwise.
+        ("auto", "auto", 300, 0.0, "okokok"),
+        ("auto", False, 300, 0.0, "okokok"),
+        (False, 0.5, None, 0.0, "krkrkr"),
+        (False, (0, 5), None, 0.0, "rkkkkr"),
+    ],
+)
+def test_beside_blocks_that_stream_those_at_the_ends_keep_their_activations(
+    offload: Any, recompute: Any, room: int | None, share: float, wanted: str
+) -> None:
+    assert modes(offload, recompute, room, share=share, streams=True) == wanted
+    resident = modes(offload, recompute, room, share=share)
+    assert [resident.count(letter) for letter in "kor"] == [wanted.count(x) for x in "kor"]
+    if offload is False and recompute == "auto" and room == 300:
+        assert resident == "rkrkrk"
+
+
 def test_share_of_recomputed_blocks() -> None:
     found = [modes("auto", "auto", 90, share=share) for share in (0.0, 0.5, 1.0)]
     assert [text.count("r") for text in found] == sorted(text.count("r") for text in found)
@@ -109,7 +140,7 @@ def test_no_decision_is_over_its_limits_when_one_within_exists() -> None:
         for ram in (0, 60, 200, 10**6):
             limits = ActivationLimits(room, ram, prefetch_depth=2, inflight=64)
             for share in (0.0, 0.3, 1.0):
-                policy = decide(blocks, limits, "auto", "auto", share)
+                policy = decide(blocks, limits, "auto", "auto", share, streams=room % 2 == 0)
                 assert policy.shortfall == 0
                 assert extra_device_bytes(blocks, policy.modes, limits) <= room
                 assert policy.ram_bytes <= ram

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ts_core.schedule.places import repage, spread
+from ts_core.schedule.places import inner, repage, spread
 
 # Milliseconds of a block of 14B in bf16 on an H200, 512 tokens: forward, backward with the forward
 # that it repeats, a load; and of the loss.
@@ -98,6 +98,28 @@ def test_the_simulation_is_what_was_measured() -> None:
     assert found.end == pytest.approx(16 - 10)  # blocks 4 to 0, beside the load of the first
     assert simulated((), [1.0] * 4, [2.0] * 4, LOAD, 3.0) == Step(15.0, 0.0, 15.0, 0.0)
     assert simulated((0,), [1.0] * 4, [2.0] * 4, LOAD, 3.0) == Step(25.0, 0.0, 15.0, 0.0)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 8, 20])
+def test_blocks_that_are_not_recomputed_are_best_at_the_ends(kept: int) -> None:
+    """What the link waits for at the turn and at the end takes less; nothing else takes more."""
+    paged = repage(spread(29, 48), range(48), 17)
+
+    def with_recomputed(again: Sequence[int]) -> Step:
+        backward = [BACKWARD if index in again else BACKWARD - FORWARD for index in range(48)]
+        return simulated(paged, [FORWARD] * 48, backward, LOAD, LOSS)
+
+    ends = with_recomputed(inner(48 - kept, 48))
+    even = with_recomputed(spread(48 - kept, 48))
+    fewer = FORWARD * min(kept, 2)  # the last block, and the first
+    assert ends.turn + ends.end == pytest.approx(FORWARD + LOSS + 2 * BACKWARD - fewer)
+    assert ends.between <= even.between and ends.seconds <= even.seconds
+    assert kept > 8 or ends.seconds <= even.seconds - FORWARD * (kept > 1)
+
+
+def test_what_is_in_the_middle() -> None:
+    assert inner(3, 6) == (1, 2, 3) and inner(2, 6) == (2, 3) and inner(5, 6) == (0, 1, 2, 3, 4)
+    assert inner(0, 6) == () and inner(6, 6) == (0, 1, 2, 3, 4, 5)
 
 
 @given(st.sets(st.integers(0, 59)), st.integers(0, 70), st.integers(1, 60))

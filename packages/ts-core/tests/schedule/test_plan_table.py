@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ts_core.schedule import HardwareProfile, MachineProfile, ModelProfile, PlanOptions, make_plan
+from ts_core.schedule.places import spread
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, Work
 from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.schedule.remedies import Alternative
@@ -241,6 +242,26 @@ def test_replayed_blocks_page_activations_only_where_nothing_else_fits() -> None
     paged = make_plan(long, fast, tight)
     assert paged.fits and OFFLOAD in paged.activations
     assert not make_plan(long, fast, replace(tight, activation_offload=False)).fits
+
+
+def test_beside_blocks_that_stream_those_at_the_ends_keep_their_activations() -> None:
+    """Last, first, last but one: the link has nothing to load while ends are computed twice."""
+    asked = PlanOptions(avoid_pages=True)
+    plan = make_plan(adapters_14b(), machine(23.9, 64), asked)
+    kept = [index for index, what in enumerate(plan.activations) if what == KEEP]
+    assert plan.paged and 2 < len(kept) < 46
+    first = len(kept) // 2
+    assert kept == [*range(first), *range(48 - len(kept) + first, 48)]
+    # With all blocks resident they are spread, and so is what is paged or was asked for.
+    resident = make_plan(adapters_14b(8192, codec_share=0.0), machine(40, 64), asked)
+    again = [index for index, what in enumerate(resident.activations) if what == RECOMPUTE]
+    assert not resident.paged and tuple(again) == spread(len(again), 48) and len(again) > 1
+    half = make_plan(adapters_14b(), machine(23.9, 64), replace(asked, recompute=0.5))
+    assert [k for k, what in enumerate(half.activations) if what == RECOMPUTE] == [*spread(24, 48)]
+    # What some blocks page is kept apart from what the others do.
+    some = make_plan(adapters_14b(), machine(23.9, 64), PlanOptions(activation_offload=0.25))
+    paged = [index for index, what in enumerate(some.activations) if what == OFFLOAD]
+    assert paged == [*spread(12, 48)]
 
 
 def test_recordings_are_counted_where_activations_are_known() -> None:

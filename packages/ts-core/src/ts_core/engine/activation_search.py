@@ -40,6 +40,7 @@ class PolicySearch:
     Attributes:
         decision: the last one, in plain words.
         recomputes: whether "auto" may recompute blocks.
+        streams: tells whether weights of blocks stream.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PolicySearch:
     ) -> None:
         self.decision = "not decided yet: the first training step measures"
         self.recomputes = True
+        self.streams: Callable[[], bool] = lambda: False
         self._options = options
         self._device = device
         self._memory = memory
@@ -201,4 +203,4 @@ class PolicySearch:
             recompute = False
         if self._options.replayed and offload == recompute == "auto":
             offload = False
-        return decide(self._measured, self._limits, offload, recompute, share)
+        return decide(self._measured, self._limits, offload, recompute, share, self.streams())

@@ -78,6 +78,9 @@ class Activations:
         self.pledge: Callable[[Sequence[BlockActivations], int], int] | None = None
         # Told that a larger input will be measured, and how many times as large it is.
         self.before_larger: Callable[[float], None] | None = None
+        # Whether weights of blocks stream.
+        self.streams: Callable[[], bool] = lambda: False
+        self._search.streams = lambda: self.streams()
         # Whether blocks may change place now, with their trained weights and gradients.
         self.may_move: Callable[[], bool] = lambda: True
         self._begin_probe()

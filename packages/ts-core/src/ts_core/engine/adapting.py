@@ -67,6 +67,11 @@ class PlacementAdapter:
         trying = self.depth is not None and not self.depth.tuner.settled
         return self.corrector.adapting or trying
 
+    def streams(self) -> bool:
+        """Whether weights of blocks stream now."""
+        session = self._session()
+        return session is not None and session.pager is not None
+
     def between_steps(self) -> None:
         """Called before a training forward: look at the step before, and move blocks."""
         session = self._session()

@@ -136,4 +136,5 @@ def _connect(
     activations.pledge = state_room.pledge
     activations.before_larger = adapter.before_larger
     activations.may_move = adapter.may_move
+    activations.streams = adapter.streams
     optimizer.leave_room_for(lambda: memory.apart + memory.hidden())

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ts_core.schedule.places import spread
+from ts_core.schedule.places import inner, spread
 from ts_core.schedule.plan import KEEP, OFFLOAD, RECOMPUTE, human
 
 RAM_SHARE = 0.60
@@ -158,12 +158,14 @@ def decide(
     offload: str | bool | float = "auto",
     recompute: str | bool | float | tuple[int, ...] = "auto",
     recompute_share: float = 0.0,
+    streams: bool = False,
 ) -> ActivationPolicy:
     """The policy under `limits`.
 
     Blocks named by an explicit option get what it says; recompute wins where both name one. Of the
     others as many stay on the device as fit; the rest is paged as far as RAM allows and beyond
-    that recomputed.
+    that recomputed. Blocks that change are spread over the stack; those at its ends stay, where
+    weights of blocks stream and none is paged (`inner`).
 
     Args:
         blocks: measured, in the order of the stack.
@@ -172,6 +174,7 @@ def decide(
         recompute: wrap()'s recompute; indices as a tuple.
         recompute_share: of the blocks that "auto" would page, the share that is recomputed
             instead.
+        streams: whether weights of blocks stream.
     """
     count = len(blocks)
     if count == 0:
@@ -190,10 +193,10 @@ def decide(
     free = [index for index in range(count - 1) if index not in named]
     if not (can_page or can_recompute):
         free = []
-    steps = [
-        ([free[k] for k in spread(moved, len(free))], recompute_share)
-        for moved in range(len(free) + 1)
-    ]
+    places = [spread(moved, len(free)) for moved in range(len(free) + 1)]
+    if streams and can_recompute and (not can_page or recompute_share >= 1.0):
+        places = [inner(moved, len(free) + 1) for moved in range(len(free) + 1)]  # the last stays
+    steps = [([free[k] for k in chosen], recompute_share) for chosen in places]
     if can_recompute:
         steps.append((free, 1.0))
         if count - 1 not in named:  # it is next in backward: only when nothing else is left

@@ -24,6 +24,16 @@ def spread(count: int, total: int) -> tuple[int, ...]:
     return tuple((2 * k + 1) * total // (2 * count) for k in range(count))
 
 
+def inner(count: int, total: int) -> tuple[int, ...]:
+    """`count` of `total` indices in the middle; of those at the ends one more at the last, if any.
+
+    For blocks that are recomputed while others stream: what takes longer is done where the link
+    has something to load meanwhile, which at both ends of a stack it has not.
+    """
+    first = (total - count) // 2
+    return tuple(range(first, first + count))
+
+
 def repage(current: Sequence[int], candidates: Sequence[int], count: int) -> tuple[int, ...]:
     """`count` of `candidates` to page, spread evenly, with as few changes from `current` as can be.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ts_core.schedule.case import Case
-from ts_core.schedule.places import spread
+from ts_core.schedule.places import inner, spread
 from ts_core.schedule.plan import (
     KEEP,
     OFFLOAD,
@@ -104,7 +105,10 @@ def _order(plan: Plan, options: PlanOptions) -> tuple[float, ...]:
         return (1, plan.failed != "host", plan.shortfall)
     changed = sum(policy != KEEP for policy in plan.activations)
     avoided = options.avoid_pages and OFFLOAD in plan.activations
-    return (0, avoided, plan.seconds.get("step", 0.0), len(plan.paged), changed)
+    # Beside blocks that stream, those that are treated alike stand together, if all else is equal.
+    turns = sum(one != other for one, other in itertools.pairwise(plan.activations))
+    scattered = turns if plan.paged else 0
+    return (0, avoided, plan.seconds.get("step", 0.0), len(plan.paged), changed, scattered)
 
 
 def _policies(model: ModelProfile, options: PlanOptions) -> list[tuple[str, ...]]:
@@ -129,13 +133,15 @@ def _policies(model: ModelProfile, options: PlanOptions) -> list[tuple[str, ...]
     if offload_set is not None:
         rest = [index for index in range(count) if index not in offload_set]
         return [
-            _policy(count, {rest[k] for k in spread(again, len(rest))}, offload_set)
+            _policy(count, {rest[k] for k in arranged(again, len(rest))}, offload_set)
             for again in range(len(rest) + 1)
+            for arranged in (spread, inner)
         ]
     found = [_policy(count, set(), set())]
     for changed in range(1, count + 1):
         some = set(spread(changed, count))
         found += [_policy(count, some, set()), _policy(count, set(), some)]
+        found.append(_policy(count, set(inner(changed, count)), set()))
     return found
 
 
