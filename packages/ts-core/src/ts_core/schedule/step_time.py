@@ -26,6 +26,7 @@ def step_seconds(
     Weights of paged blocks cross the link in forward and in backward, except those that are still
     in the slots when backward begins. What is loaded for a pass overlaps that pass alone, so each
     pass takes as long as the slower of its products and its loads, and the step as both together.
+    Through one slot only other blocks than the paged ones compute beside a load.
     Gradients, new values and host updates run beside both, and may take longer.
 
     Returns:
@@ -48,8 +49,10 @@ def step_seconds(
     first, again = images * load_s, (images - kept_in_slots) * load_s
     # Activations leave in forward, while weights come, and come back in backward.
     leaving = max(moved / rates.d2h, (images + moved) / rates.duplex if moved else 0.0)
-    forward = max(forward_s, first, leaving)
-    backward = max(backward_s, again + moved / rates.h2d)
+    # While the block in a single slot computes, none is loaded.
+    alone = _share_of(work, paged) if slot_count == 1 else 0.0
+    forward = max(forward_s, first + alone * forward_s, leaving)
+    backward = max(backward_s, again + moved / rates.h2d + alone * backward_s)
     new_values = max(0, work.updated_bytes - in_images)
     up = 2 * images - kept_in_slots + moved + new_values
     down = moved + work.gradient_bytes
@@ -66,6 +69,12 @@ def step_seconds(
         "updates": updates,
         "step": max(forward + backward, to_device, to_host, both, updates),
     }
+
+
+def _share_of(work: Work, blocks: Sequence[int]) -> float:
+    """The share of the blocks' products that is in these."""
+    flops = work.block_flops
+    return sum(flops[index] for index in blocks) / sum(flops) if any(flops) else 0.0
 
 
 def _compute_seconds(
