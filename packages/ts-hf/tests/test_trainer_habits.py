@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,42 @@ def test_a_model_made_anew_for_each_train(
                 assert hasattr(trainer.model, "_trainstream_session")
     assert results[2] == results[3] == pytest.approx(results[0], rel=2e-6)
     assert results[1] == results[0]
+
+
+def test_full_collections_leave_what_is_there_alone_until_training_ends(
+    tiny_model: Callable[..., Any],
+    training_arguments: Callable[..., Any],
+    unequal_rows: Callable[..., Any],
+) -> None:
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        stop_at = 0
+        frozen: list[int]
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.frozen.append(gc.get_freeze_count())
+            if len(self.frozen) == self.stop_at:
+                raise KeyError("the user's own")
+
+    watch = Watch()
+    trainer = ts_hf.TrainStreamTrainer(
+        model=tiny_model("llama"),
+        args=training_arguments(max_steps=12),
+        train_dataset=unequal_rows(20),
+        callbacks=[watch],
+    )
+    for stop_at in (0, 12):
+        watch.frozen, watch.stop_at = [], stop_at
+        if stop_at:
+            with pytest.raises(KeyError, match="own"):
+                trainer.train()
+        else:
+            trainer.train()
+        assert watch.frozen[:10] == [0] * 10 and min(watch.frozen[10:]) > 10_000
+        assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:  # what the user sets aside stays so
+        watch.frozen, watch.stop_at = [], 0
+        trainer.train()
+        assert min(watch.frozen) > 10_000 and gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

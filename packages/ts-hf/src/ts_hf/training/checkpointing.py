@@ -158,7 +158,10 @@ class CheckpointMixin:
             resume_from_checkpoint = str(resume_from_checkpoint)
             _check_complete(Path(resume_from_checkpoint), self.args)
         self.forget_unfinished_step()
-        result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        try:
+            result = super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.heap.release()
         self.before_save()  # the last micro-batch has not been looked at yet
         return result
 

@@ -14,6 +14,7 @@ from ts_core.errors import OptionError, StateError
 from ts_hf.packing import PackedCollator
 from ts_hf.packing_layout import PackedInputs, looks_packed
 from ts_hf.training.checkpointing import CheckpointMixin
+from ts_hf.training.collector import HeapSetAside
 from ts_hf.training.evaluation import EvaluationMixin
 from ts_hf.training.finite import FiniteGuard
 from ts_hf.training.loss import ChunkedLoss
@@ -85,6 +86,8 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
         # The pager places the weights; accelerate is not to move the model, nor the optimizer.
         self.accelerator.device_placement = False
         self.add_callback(_StepChecks(self))
+        self.heap = HeapSetAside()
+        self.add_callback(self.heap)
 
     # -- wrapping --------------------------------------------------------------------------
 
