@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ts_core import HardwareProfile, profile_hardware
 from ts_core.device import HostDevice
@@ -89,6 +90,24 @@ def test_rates_of_a_gpu_that_was_busy_are_measured_again(
     rate["now"] = 1e13  # busy again
     forget()
     assert profile_hardware(OtherMemory()) == found and len(measurements) == 2
+
+
+@pytest.mark.parametrize(("slow", "budget_s", "rate"), [(30, 1.0, 1.0), (30, 0.02, 0.25)])
+def test_a_slow_start_of_products_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, slow: int, budget_s: float, rate: float
+) -> None:
+    """The first take 0.8 ms each, later ones 0.2; where time is short, there are no later ones."""
+    now, done = [0.0], [0]
+
+    def multiply(*_: Any, **__: Any) -> None:
+        done[0] += 1
+        now[0] += 8e-4 if done[0] <= slow else 2e-4
+
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "mm", multiply)
+    found = hardware._matmul(HostDevice(), torch.bfloat16, budget_s)
+    assert found == pytest.approx(rate * 2 * 256**3 / 2e-4)
+    assert done[0] <= 101
 
 
 def test_another_setting_is_another_measurement(measurements: list[Any]) -> None:
