@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ts_core.schedule import MachineProfile, ModelProfile, PlanOptions, make_plan
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.corrections import PeakCorrector
+from ts_core.schedule.places import spread
 from ts_core.schedule.plan import Work
 from ts_core.schedule.rates import TYPICAL_GPU
 
@@ -269,6 +270,7 @@ def test_frozen_blocks_leave_for_activations_where_the_link_has_time(
         return
     assert found is not None and found is corrector.plan
     assert len(found.paged) >= 12
+    assert found.paged == spread(len(found.paged), BLOCKS)  # not those of before, and some between
     assert "stream now" in corrector.history[-1].change
 
 

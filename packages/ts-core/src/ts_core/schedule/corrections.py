@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.case import Case
-from ts_core.schedule.places import repage
+from ts_core.schedule.places import repage, spread
 from ts_core.schedule.plan import (
     KEEP,
     MachineProfile,
@@ -217,7 +217,7 @@ class PeakCorrector:
             return None
         if more < 0 and self._model.gradients_wait and any(self._model.trained_pageable):
             return None  # the peak of a step tells whether their gradients fit as well
-        found = self._with_paged(len(best.paged), rest + again)
+        found = self._with_paged(len(best.paged), rest + again, anew=more > 0 and room >= 0)
         expected = (
             f"; {best.seconds['step'] * 1000:.0f} ms per step expected, with "
             f"{best.activations.count(KEEP)} of {len(measured)} blocks keeping their activations"
@@ -289,13 +289,21 @@ class PeakCorrector:
         self.adapting = True
         return self.plan
 
-    def _with_paged(self, count: int, reserve: int) -> Plan:
-        """The plan with `count` paged blocks, few of them others than now."""
+    def _with_paged(self, count: int, reserve: int, anew: bool = False) -> Plan:
+        """The plan with `count` paged blocks, few of them others than now.
+
+        `anew`: evenly spread whatever streams now. Where blocks leave although all fits, the link
+        has time in every pass, and what counts is that no load is waited for.
+        """
         options = replace(self._options, reserve=reserve, reserved_with=self.plan.paged)
         machine = replace(self._machine, host_available=None)
         stuck = [index for index in self.plan.paged if index not in self._movable]
         current = [index for index in self.plan.paged if index in self._movable]
-        chosen = repage(current, self._movable, max(0, count - len(stuck)))
+        count = min(max(0, count - len(stuck)), len(self._movable))
+        if anew:
+            chosen = tuple(self._movable[k] for k in spread(count, len(self._movable)))
+        else:
+            chosen = repage(current, self._movable, count)
         paged = tuple(sorted([*stuck, *chosen]))
         case = Case(self._model, machine, options, (), options.slot_count)
         if case.shortfall(paged) and options.slot_count > 1:
