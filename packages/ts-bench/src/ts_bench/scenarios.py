@@ -61,7 +61,7 @@ QWEN_14B = ModelShape(5120, 48, 40, 8, 13824, 152064, tied=False, rms_norm_eps=1
 TINY = ModelShape(64, 3, 4, 2, 128, 256, tied=True)
 
 MODES = ("lora", "full")
-BASES = ("nf4", "int8", "fp8", "bf16", "fp32")
+BASES = ("nf4", "int8", "fp8", "fp8_row", "bf16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ _ALL = [
     _lora_14b("nf4", 2, 2048, 24, documents=4),
     _lora_14b("nf4", 2, 2048, 12, documents=4),
     _lora_14b("fp8", 1, 2048, 24),
+    _lora_14b("fp8_row", 1, 2048, 24),
     *(_lora_14b("bf16", 1, 512, limit_gb) for limit_gb in (24, 16, 12, 9)),
     _full("0.5b", QWEN_0_5B, 4, 512, None),
     Scenario(

@@ -80,6 +80,7 @@ SUITES: dict[str, Suite] = {
             Planned("unsloth", _ALL_24, rounds=2),
             Planned(OURS, _ALL_12, rounds=3),
             Planned(OURS, ("lora-14b-fp8-1x2048-24g",)),
+            Planned(OURS, ("lora-14b-fp8_row-1x2048-24g",)),
             Planned(OURS, _PACKED_24),
             Planned("bitsandbytes", _ALL_24[:1], PLAIN),
             Planned(LIGER, _ALL_24, CHECKPOINTING),

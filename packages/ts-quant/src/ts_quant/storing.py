@@ -116,7 +116,7 @@ class Storer:
                 f"returns, a tensor per layer name"
             )
         self.moments = dict(second_moments or {})
-        self.report = StorageReport(codec)
+        self.report = StorageReport(codec_named(codec).stored_as)
         self._options: dict[str, list[Form]] = {}
         self._bytes: dict[str, int] = {}
         self._unadapted: set[str] = set()

@@ -126,7 +126,7 @@ def quantize_model(
             known = None if adapted is None else id(module) in adapted
             result = storer.store(source(module), f"{name}.weight", adapted=known)
             stored = result.weight
-            kept += stored.codec != quantize
+            kept += stored.codec != getattr(codec, "stored_as", quantize)
             if result.start is not None:
                 module.error_start = result.start
         stored = stored.to("cpu" if can_load(weight) else weight.device)

@@ -66,6 +66,11 @@ class Codec(ABC):
     error_rank_order: int
     scale_layouts: tuple[str, ...]
 
+    @property
+    def stored_as(self) -> str:
+        """The codec that its QuantTensors name: itself, but for a layout with a name of its own."""
+        return self.name
+
     @abstractmethod
     def bytes_per_weight(
         self, block_size: int = DEFAULT_BLOCK_SIZE, double_quant: bool = False

@@ -219,4 +219,37 @@ def _spread(scales: Tensor, width: int, n_columns: int) -> Tensor:
     return scales.repeat_interleave(width, dim=1)[:, None, :n_columns]
 
 
+class Fp8RowCodec(Fp8Codec):
+    """FP8 with a fp32 scale per row: what FP8 tensor cores of sm_89 and sm_90 take as it is.
+
+    8.01 bits per weight for rows of 5120. Another name of `quantize(w, "fp8", layout="row")`: its
+    QuantTensors are of codec "fp8".
+    """
+
+    name = "fp8_row"
+    stored_as = "fp8"
+
+    def spec_for(
+        self,
+        shape: Sequence[int],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        double_quant: bool = False,
+        layout: str | None = None,
+    ) -> QuantSpec:
+        if layout not in (None, "row"):
+            raise OptionError(
+                f"layout={layout!r} is not accepted for 'fp8_row': it has one scale per row. Use "
+                f"'fp8' for other layouts"
+            )
+        return CODEC.spec_for(shape, block_size, double_quant, "row")
+
+    def bytes_per_weight(
+        self, block_size: int = DEFAULT_BLOCK_SIZE, double_quant: bool = False
+    ) -> float:
+        """1.0: scales are left out, 4 bytes a row."""
+        CODEC.bytes_per_weight(block_size, double_quant)  # refuses what "fp8" refuses
+        return 1.0
+
+
 CODEC = register(Fp8Codec())
+ROW = register(Fp8RowCodec())
