@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ts_quant
 from ts_quant.codecs import byte_triton, nibble_triton
-from ts_quant.matmul import fp8, rows, rows_triton
+from ts_quant.matmul import columns_triton, fp8, fp8_backward, rows, rows_triton
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -222,3 +222,51 @@ def test_blocks_of_32_to_rows(k: int) -> None:
     codes, scale = rows_triton.blocks_to_rows(*q.buffers(), 3, k)
     expected, expected_scale = fp8.blocks_to_rows(*q.buffers(), 3, k)
     assert torch.equal(scale, expected_scale) and like(codes, expected)
+
+
+def test_activations_times_factors_to_fp8() -> None:
+    x, factor = torch.randn(4, 4224).bfloat16(), torch.rand(4224) * 1e-3
+    found, expected = rows_triton.rows(x, factor), rows_triton.rows(x.float() * factor)
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(found[1], rows.rows_reference(x.float() * factor)[1])
+
+
+# Fewer rows and columns than a tile, whole tiles, a part of one; more rows than one step of each
+# chunk of the maxima, and more columns than one program of them.
+TURNED = [(16, 32), (144, 160), (256, 384), (2096, 64), (16, 4128)]
+
+
+@pytest.mark.parametrize(("n", "k"), TURNED)
+def test_blocks_of_32_to_columns(n: int, k: int) -> None:
+    alike = ts_quant.quantize(torch.randn(n, k).clamp_(0.5, 0.9), "fp8")
+    codes, scale = columns_triton.blocks_to_columns(*alike.buffers(), n, k)
+    expected, expected_scale = fp8_backward.blocks_to_columns(*alike.buffers(), n, k)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    spread = torch.logspace(-4, 4, n * k // 32).view(n, -1).repeat_interleave(32, 1)
+    q = ts_quant.quantize(torch.randn(n, k) * spread, "fp8")
+    codes, scale = columns_triton.blocks_to_columns(*q.buffers(), n, k)
+    expected, expected_scale = fp8_backward.blocks_to_columns(*q.buffers(), n, k)
+    assert torch.equal(scale, expected_scale) and codes.shape == expected.shape == (k, n)
+    # The interpreter makes nonsense of fp16's denormals, of which e4m3 has nothing left.
+    lost = q.dequantize().t().abs() < scale.view(k, 1) * 2.0**-14
+    assert bool(lost.any()) and not bool((expected.view(torch.uint8) & 127)[lost].any())
+    assert like(codes.view(torch.uint8)[~lost], expected.view(torch.uint8)[~lost])
+
+
+def test_every_code_and_extreme_scales_to_columns() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16).view(16, 256)
+    byte = torch.tensor([0, 1, 127, 253, 254, 255, 9, 9], dtype=torch.uint8).repeat(16, 1)
+    found, scale = columns_triton.blocks_to_columns(codes, byte, 16, 256)
+    assert torch.equal(scale[0].isnan(), (torch.arange(256) // 32) == 5)
+    wanted = fp8_backward.blocks_to_columns(codes, byte, 16, 256)[1]
+    assert torch.equal(scale.nan_to_num(), wanted.nan_to_num())
+    exact = codes.t().view(torch.float8_e4m3fn).float()
+    assert torch.equal(found.float().nan_to_num(1.5), exact.nan_to_num(1.5))
+
+
+@pytest.mark.parametrize(("n", "k"), [*TURNED, (48, 16), (128, 144)])
+def test_codes_turned(n: int, k: int) -> None:
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+    found, scale = columns_triton.turned(codes, n, k)
+    assert torch.equal(found.view(torch.uint8), codes.t()) and torch.equal(scale, torch.ones(1, k))

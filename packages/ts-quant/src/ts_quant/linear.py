@@ -9,7 +9,8 @@ object, not its buffers, so the buffers may be replaced between forward and back
 Where the GPU has tensor cores for the weight's own format (FP8 on sm_89 and later, NVFP4 on sm_100)
 and the compute dtype is bf16, the forward product runs on them, with x quantized
 (`ts_quant.matmul`), unless the matrix is so small that this saves no time;
-`ts_quant.configure_matmul(model, tensor_cores=False)` turns it off. Backward decodes.
+`ts_quant.configure_matmul(model, tensor_cores=False)` turns it off. Backward decodes, unless
+`fp8_backward` or `nvfp4_backward` of `configure_matmul` lets it run on them too.
 
 Otherwise products, layouts and reductions are those PyTorch uses for an ordinary frozen weight, so
 results and gradients equal its results and gradients on the decoded weight bit for bit.
@@ -24,8 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ts_quant.matmul.dispatch import NVFP4, TENSOR_CORE_CODECS, prepare, product
-from ts_quant.matmul.nvfp4 import input_gradient
+from ts_quant.errors import OptionError
+from ts_quant.matmul import nvfp4
+from ts_quant.matmul.dispatch import (
+    NVFP4,
+    TENSOR_CORE_CODECS,
+    prepare,
+    prepared_gradient_kind,
+    product,
+)
+from ts_quant.matmul.fp8 import ROWS
+from ts_quant.matmul.fp8_backward import fp8_input_gradient
 
 if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
@@ -79,6 +89,31 @@ def _product(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def input_gradient(weight: QuantTensor, grad: Tensor) -> Tensor:
+    """See `QuantTensor.input_gradient`."""
+    shape = weight._decoded_shape
+    if len(shape) != 2 or grad.dim() != 2 or grad.shape[1] != shape[0]:
+        raise OptionError(
+            f"input_gradient() takes a gradient [M, N] of a weight [N, K], not {tuple(grad.shape)} "
+            f"of {tuple(shape)}"
+        )
+    with torch.no_grad():
+        kind = prepared_gradient_kind(weight, grad)
+        w = None if kind == ROWS else weight.dequantize().to(grad.dtype)
+        return _gradient(kind, grad, weight, w, False)
+
+
+def _gradient(
+    kind: str | None, grad: Tensor, weight: QuantTensor, decoded: Tensor | None, transposed: bool
+) -> Tensor:
+    """grad [M, N] @ W, where `decoded` is None only for FP8's kind."""
+    if decoded is None:
+        return fp8_input_gradient(grad, weight.buffers(), weight._spec)
+    if kind == NVFP4:
+        return nvfp4.input_gradient(grad, decoded)
+    return decoded.t().mm(grad.t()).t() if transposed else grad.mm(decoded)
+
+
 class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -91,7 +126,6 @@ class _FrozenLinear(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.weight = weight
-        ctx.kind = kind
         ctx.n_tensors = len(tensors)
         ctx.dtype = dtype
         # Compiled code would be compiled again for every new count.
@@ -110,12 +144,10 @@ class _FrozenLinear(torch.autograd.Function):
             # Not reshape(-1, n), which cannot tell how many rows of no columns there are.
             grad_2d = grad_y.flatten(0, -2) if grad_y.dim() > 1 else grad_y[None]
             if ctx.needs_input_grad[0]:
-                w = _decode_again(ctx.weight, ctx.dtype)
-                if ctx.kind == NVFP4 and ctx.weight._matmul.nvfp4_backward:
-                    flat = input_gradient(grad_2d, w)
-                else:
-                    flat = w.t().mm(grad_2d.t()).t() if ctx.transposed else grad_2d.mm(w)
-                grad_x = flat.view(*grad_y.shape[:-1], w.shape[1])
+                kind = prepared_gradient_kind(ctx.weight, grad_2d)
+                w = None if kind == ROWS else _decode_again(ctx.weight, ctx.dtype)
+                flat = _gradient(kind, grad_2d, ctx.weight, w, ctx.transposed)
+                grad_x = flat.view(*grad_y.shape[:-1], flat.shape[1])
                 del w
             if ctx.needs_input_grad[2]:
                 grad_bias = (grad_2d if ctx.flat_bias else grad_y).sum_to_size(ctx.bias_shape)

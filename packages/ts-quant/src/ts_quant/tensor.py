@@ -24,7 +24,7 @@ from ts_quant import stacks
 from ts_quant.codecs.base import QuantSpec, codec_named
 from ts_quant.errors import FrozenWeightError, OptionError
 from ts_quant.frozen_view import shown, written
-from ts_quant.linear import frozen_linear
+from ts_quant.linear import frozen_linear, input_gradient
 from ts_quant.matmul import speed
 from ts_quant.matmul.options import MatmulOptions
 from ts_quant.no_memory import NoMemory, refuse_graph
@@ -160,6 +160,24 @@ class QuantTensor(NoMemory, torch.Tensor):
     def product_speeds(self, tokens: int, device: torch.device) -> tuple[float, float]:
         """See `ts_quant.matmul.speed.product_speeds`."""
         return speed.product_speeds(self, tokens, device)
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        """dy @ W: the gradient of a linear layer's input, of a weight [N, K].
+
+        With the weight decoded, or in FP8 or NVFP4 where `configure_matmul` asks for it
+        (`fp8_backward`, `nvfp4_backward`) and the device can. Runs on the current stream; the host
+        does not wait, so that it can be captured in a CUDA graph. Records no gradient of its own.
+
+        Args:
+            dy: [M, N] of a floating dtype, on the inner tensors' device.
+
+        Returns:
+            [M, K] of dy's dtype, new.
+
+        Raises:
+            OptionError: the weight is no matrix, or dy does not fit it.
+        """
+        return input_gradient(self, dy)
 
     def share_memory_(self) -> QuantTensor:
         """Move the inner tensors to shared memory, as torch.Tensor.share_memory_ does; in place."""

@@ -44,6 +44,19 @@ def test_fp8_products_are_faster_in_forward_alone(layout: str | None, at_2048: f
 
 
 @pytest.mark.usefixtures("on_tensor_cores")
+@pytest.mark.parametrize("layout", ["row", "tile", None])
+def test_fp8_backward_turns_the_weight_in_either_layout_that_it_takes(layout: str | None) -> None:
+    made = weight("fp8", layout)
+    forward, decoded = made.product_speeds(2048, CPU)
+    ts_quant.configure_matmul(made, fp8_backward=True)
+    turned = 2048 / (2048 / FP8_SPEED + PASS_TOKENS)
+    assert decoded < 1.0 < turned < FP8_SPEED
+    assert made.product_speeds(2048, CPU) == (forward, decoded if layout == "tile" else turned)
+    ts_quant.configure_matmul(made, tensor_cores=False)
+    assert made.product_speeds(2048, CPU) == (decoded, decoded)
+
+
+@pytest.mark.usefixtures("on_tensor_cores")
 def test_nvfp4_products_are_not_called_faster() -> None:
     made = weight("nvfp4")
     assert made.product_speeds(PASS_TOKENS, CPU) == (1.0, 0.5)

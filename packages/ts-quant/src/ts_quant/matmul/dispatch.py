@@ -1,7 +1,8 @@
 """Whether a linear layer's product runs on tensor cores, and the product if it does.
 
 x is quantized by `prepare`, outside the autograd function, so that the activation that the
-model passes is seen (see `shared`); `product` multiplies.
+model passes is seen (see `shared`); `product` multiplies. `gradient_kind` says the same of the
+gradient of the input, which two options ask for.
 
 Outlier channels of an fp8 weight (`ts_quant.codecs.outliers`) have codes of zero; their part of the
 product is added in bf16.
@@ -128,6 +129,38 @@ def prepare(given: Tensor, x: Tensor, weight: QuantTensor, bias: Tensor | None) 
             return nvfp4.quantize_activation(rows, share)
 
     return Prepared(kind, tuple(shared(given, weight, (kind, share), make)))
+
+
+def gradient_kind(weight: QuantTensor, tokens: int, device: torch.device) -> str | None:
+    """How the gradient of the input is multiplied, bf16 [tokens, N]; None: with the decoded weight.
+
+    Not None where a product with the weight would run on tensor cores and an option asks for the
+    gradient to run there too.
+
+    Returns:
+        "rows" (FP8), "nvfp4" or None.
+    """
+    options = weight._matmul
+    if not (options.fp8_backward or options.nvfp4_backward):
+        return None
+    kind = tensor_core_kind(weight, tokens, device)
+    if kind == NVFP4:
+        return kind if options.nvfp4_backward else None
+    # What outlier channels add to the product is not in the codes.
+    fp8_too = options.fp8_backward and not weight._spec.outliers
+    return kind if kind == fp8.ROWS and fp8_too else None
+
+
+def prepared_gradient_kind(weight: QuantTensor, grad: Tensor) -> str | None:
+    """`gradient_kind` for this gradient [M, N] and the weight's buffers where they lie now."""
+    options = weight._matmul
+    if not (options.fp8_backward or options.nvfp4_backward):  # most often: as few calls as can be
+        return None
+    n, k = weight._decoded_shape
+    if grad.dtype is not torch.bfloat16 or grad.shape[1] != n or grad.numel() == 0 or k == 0:
+        return None
+    kind = gradient_kind(weight, grad.shape[0], grad.device)
+    return None if kind is None or _misaligned(weight) else kind
 
 
 def _misaligned(weight: QuantTensor) -> bool:

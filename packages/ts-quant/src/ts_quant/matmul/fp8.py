@@ -81,7 +81,7 @@ def _trial(device: torch.device, kind: str) -> bool:
     ones = torch.ones
     try:
         if kind == ROWS:
-            _scaled_mm_rows(x, w, ones(m, 1, device=device), ones(1, n, device=device), None)
+            scaled_mm_rows(x, w, ones(m, 1, device=device), ones(1, n, device=device), None)
         else:
             scales = ones(k // GROUP, m, device=device), ones(n // GROUP, k // GROUP, device=device)
             _scaled_mm_groups(x, w, *scales)
@@ -90,7 +90,7 @@ def _trial(device: torch.device, kind: str) -> bool:
     return True
 
 
-def _scaled_mm_rows(
+def scaled_mm_rows(
     x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     y: Tensor = torch._scaled_mm(
@@ -152,7 +152,7 @@ def _linear(
         w, w_scale = blocks_to_rows(codes, scale, n, k)
     else:
         w, w_scale = codes.view(n, k).view(torch.float8_e4m3fn), scale.view(1, n)
-    return _scaled_mm_rows(x, w, x_scale, w_scale, bias)
+    return scaled_mm_rows(x, w, x_scale, w_scale, bias)
 
 
 def linear_reference(

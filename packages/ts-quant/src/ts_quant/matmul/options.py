@@ -32,11 +32,13 @@ class MatmulOptions:
             always decodes.
         outliers: nvfp4: share of input channels, the largest of each call, multiplied in bf16.
         nvfp4_backward: nvfp4: the gradient of the input in NVFP4 too.
+        fp8_backward: fp8 in blocks of 32 or with row scales: the gradient of the input in FP8 too.
     """
 
     tensor_cores: bool | str = "auto"
     outliers: float = 0.0
     nvfp4_backward: bool = False
+    fp8_backward: bool = False
 
     def allows(self, codec: str, shape: Sequence[int]) -> bool:
         """Whether a matrix in that format may be multiplied on tensor cores of its own."""
@@ -69,6 +71,7 @@ def configure_matmul(
     tensor_cores: bool | str | None = None,
     outliers: float | bool | str | None = 0,
     nvfp4_backward: bool = False,
+    fp8_backward: bool | None = None,
 ) -> int:
     """Choose how a module's quantized weights (or one of them) are multiplied.
 
@@ -80,6 +83,9 @@ def configure_matmul(
         outliers: nvfp4 on tensor cores: this share of the input channels (0 to 0.1; "auto" and
             True are 0.01), the largest of each call, is multiplied in bf16.
         nvfp4_backward: nvfp4 on tensor cores: the gradient of the input in NVFP4 too.
+        fp8_backward: fp8 in blocks of 32 or with row scales, where products run on tensor cores:
+            the gradient of the input in FP8 too, by rounding the layer's incoming gradient to e4m3;
+            None: as each weight has it (False at first).
 
     Returns:
         How many weights were set.
@@ -93,6 +99,10 @@ def configure_matmul(
         raise OptionError(
             f"nvfp4_backward={nvfp4_backward!r} is not accepted: expected True or False"
         )
+    if not (fp8_backward is None or isinstance(fp8_backward, bool)):
+        raise OptionError(
+            f"fp8_backward={fp8_backward!r} is not accepted: expected True, False or None"
+        )
     if not (tensor_cores is None or isinstance(tensor_cores, bool) or tensor_cores == "auto"):
         raise OptionError(
             f"tensor_cores={tensor_cores!r} is not accepted: expected 'auto', True, False or None"
@@ -101,6 +111,11 @@ def configure_matmul(
     found = [target] if isinstance(target, QuantTensor) else list(target.parameters())
     weights = [weight for weight in found if isinstance(weight, QuantTensor)]
     for weight in weights:
-        kept = weight._matmul.tensor_cores if tensor_cores is None else tensor_cores
-        weight._matmul = MatmulOptions(kept, share, nvfp4_backward)
+        had = weight._matmul
+        weight._matmul = MatmulOptions(
+            had.tensor_cores if tensor_cores is None else tensor_cores,
+            share,
+            nvfp4_backward,
+            had.fp8_backward if fp8_backward is None else fp8_backward,
+        )
     return len(weights)

@@ -20,27 +20,38 @@ def _scale(amax):
 
 
 @triton.jit
+def _part(x_ptr, factor_ptr, column, K, SCALED: tl.constexpr):
+    x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+    if SCALED:
+        x *= tl.load(factor_ptr + column, mask=column < K, other=0.0)
+    return x
+
+
+@triton.jit
 def _rows(
     x_ptr,  # [M, K], rows x_stride apart
+    factor_ptr,  # fp32 [K]; with SCALED only
     codes_ptr,  # uint8 (e4m3) [M, K]
     scale_ptr,  # fp32 [M]
     K,
     x_stride,
+    SCALED: tl.constexpr,  # whether columns are multiplied by their factors first
     STEP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
     index = tl.arange(0, STEP)
     largest = tl.zeros([STEP], dtype=tl.float32)
     for start in range(0, K, STEP):
         column = start + index
-        x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        x = _part(x_ptr, factor_ptr, column, K, SCALED)
         largest = tl.maximum(largest, tl.abs(x))
     amax = tl.max(largest, axis=0)
     scale = _scale(amax)
     inverse = tl.div_rn(1.0, scale)
     for start in range(0, K, STEP):
         column = start + index
-        x = tl.load(x_ptr + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
+        x = _part(x_ptr, factor_ptr, column, K, SCALED)
         unit = x * inverse
         unit = tl.clamp(unit, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(
@@ -110,8 +121,13 @@ def _blocks_to_rows(
     tl.store(scale_ptr + row, bits.to(tl.float32, bitcast=True))
 
 
-def rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`rows.fp8_rows` on a GPU of sm_89 or later."""
+def rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`rows.fp8_rows` on a GPU of sm_89 or later.
+
+    Args:
+        x: [M, K].
+        factor: fp32 [K], by which columns are multiplied in fp32 first.
+    """
     m, k = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty((m, k), dtype=torch.uint8, device=x.device)
@@ -120,7 +136,15 @@ def rows(x: Tensor) -> tuple[Tensor, Tensor]:
         step = min(triton.next_power_of_2(max(k, 1)), _STEP)
         with on_device_of(x):
             _rows[(m,)](
-                x, codes, scale, k, x.stride(0), STEP=step, num_warps=8 if step > 1024 else 4
+                x,
+                x if factor is None else factor,
+                codes,
+                scale,
+                k,
+                x.stride(0),
+                SCALED=factor is not None,
+                STEP=step,
+                num_warps=8 if step > 1024 else 4,
             )
     return codes, scale
 
