@@ -130,6 +130,39 @@ def test_quantized_base(quantized, kind, bias, adapter, autocast):
     assert all(map(torch.equal, ours, torch.autograd.grad(expected, wanted, dy.bfloat16())))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_base_that_has_a_gradient_of_its_own_is_asked_for_it(quantized, autocast):
+    """And not decoded; for its forward product `F.linear` is asked as before."""
+    x, weight, a, b, bias = inputs(dtype=torch.bfloat16, adapter=torch.float32)
+    base = decodable(quantized(weight.detach()))
+    asked = []
+
+    class Offering(type(base)):
+        def input_gradient(self, dy):
+            asked.append((dy.shape, dy.dtype))
+            return dy @ (3 * self.codes * self.scale).to(dy.dtype)
+
+    held = Offering(base.codes, base.scale, base.dtype)
+    dense, thrice = held.dense(), (3 * held.codes * held.scale).bfloat16()
+    held.decoded = 0
+    dy = torch.randn(3, 11, OUT).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = ts_kernels.lora_linear(x, held, a, b, 0.7, bias)
+        expected = ts_kernels.lora_linear(x, dense, a, b, 0.7, bias)
+        as_if = ts_kernels.lora_linear(x, thrice, a, b, 0.7, bias)
+    assert torch.equal(y, expected)
+    ours = torch.autograd.grad(y, [x, a, b, bias], dy)
+    assert held.decoded == 1 and asked == [((33, OUT), torch.bfloat16)]
+    assert torch.equal(ours[0], torch.autograd.grad(as_if, x, dy)[0])
+    assert all(map(torch.equal, ours[1:], torch.autograd.grad(expected, [a, b, bias], dy)))
+    y = ts_kernels.lora_linear(x, held, a, b)
+    torch.autograd.graph.increment_version(held)
+    with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
+        y.sum().backward()
+    ts_kernels.lora_linear(x.detach(), held, a, b).sum().backward()
+    assert len(asked) == 1
+
+
 def test_buffers_of_a_quantized_base_may_move_between_forward_and_backward(quantized):
     x, weight, a, b = inputs(bias=False)
     for held in (quantized(weight.detach()), decodable(quantized(weight.detach()))):

@@ -281,6 +281,25 @@ def test_outliers_reach_the_stored_weights_and_are_said_to_do_nothing_without() 
 
 
 @needs_codecs
+@pytest.mark.parametrize("options", [{}, {"outliers": 0.05, "nvfp4_backward": True}])
+def test_what_was_said_of_products_before_wrapping_is_kept(options: dict[str, Any]) -> None:
+    import ts_quant
+
+    model = tiny_model(2, WIDTH)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            q = ts_quant.quantize(module.weight.detach(), "fp8")
+            module.weight = nn.Parameter(q, requires_grad=False)
+    ts_quant.configure_matmul(model, tensor_cores=True, fp8_backward=True)
+    wrap(model, device="host", quantize="none", **options)
+    stored = _stored(model)
+    assert stored
+    for parameter in stored.values():
+        assert parameter._matmul.fp8_backward and parameter._matmul.tensor_cores is True
+        assert parameter._matmul.nvfp4_backward == options.get("nvfp4_backward", False)
+
+
+@needs_codecs
 @pytest.mark.parametrize("asked, share", [(True, 0.01), (0.05, 0.05), (0, 0.0), (None, 0.0)])
 def test_the_report_has_the_share_of_outliers_that_weights_were_given(
     asked: Any, share: float

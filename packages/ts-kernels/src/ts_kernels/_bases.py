@@ -15,7 +15,8 @@ class SubclassBase:
     """`F.linear` with such a weight, and its input gradient later.
 
     The weight object is kept and read afresh, never its buffers or a dense copy, which may have
-    moved in between.
+    moved in between. A weight that has `input_gradient(dy)`, [N, out] -> [N, in], is asked for it,
+    as it knows best how to multiply; else one with a `dequantize()` of its own is decoded.
 
     Args:
         weight: [out, in] of any tensor subclass that `F.linear` accepts.
@@ -25,8 +26,8 @@ class SubclassBase:
     def __init__(self, weight: Tensor, wants_input_grad: bool) -> None:
         self._weight = weight
         self._version = version_of(weight)
-        self._decode = wants_input_grad and decodes(weight)
-        self._linear = wants_input_grad and not self._decode
+        self._offers = wants_input_grad and hasattr(type(weight), "input_gradient")
+        self._linear = wants_input_grad and not (self._offers or decodes(weight))
         self._x: Tensor | None = None
         self._edge: Any = None
 
@@ -61,8 +62,12 @@ class SubclassBase:
                 "its gradient would be that of other values. Change weights only outside a "
                 "forward/backward pair."
             )
-        dense = cast(self._weight.dequantize(), dy.dtype)
-        return torch.mm(dy.reshape(-1, dy.shape[-1]), dense)
+        dy = dy.reshape(-1, dy.shape[-1])
+        if self._offers:
+            held: Any = self._weight
+            offered: Tensor = held.input_gradient(dy)
+            return offered
+        return torch.mm(dy, cast(self._weight.dequantize(), dy.dtype))
 
 
 def version_of(weight: Tensor) -> int:

@@ -43,9 +43,10 @@ def lora_linear(
     dropped-out copy), and scaling * x @ lora_a.T, which has only `rank` columns. A frozen weight
     costs no gradient work.
 
-    A weight that is a tensor subclass (a quantized one) is multiplied by `F.linear`, and for the
-    input gradient decoded by its own `dequantize()` (without that, `F.linear`'s own backward is
-    asked, which keeps x). The object is kept, not its buffers, which may move in between.
+    A weight that is a tensor subclass (a quantized one) is multiplied by `F.linear`, and the input
+    gradient by its own `input_gradient(dy)`, [N, out] -> [N, in] in a new tensor. Without that it
+    is decoded by its own `dequantize()`, and without either `F.linear`'s own backward is asked,
+    which keeps x. The object is kept, not its buffers, which may move in between.
 
     The adapter multiplies in its own dtype, and the base layer in x's; autocast has its way with
     both. A float32 adapter on a bfloat16 layer: gradients of A and B have at least 16 bits; on
