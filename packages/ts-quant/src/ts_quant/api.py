@@ -29,8 +29,8 @@ def quantize(
     Args:
         w: floating tensor (bf16, fp16, fp32 or fp64) of any shape and device. It is read, not
             kept.
-        codec: "int8" (8.5 bits per weight at the default block size), "fp8" (8.25), "fp8_row" ("fp8"
-            with layout="row"), "nf4" (4.5), "nvfp4" (4.5) or "mxfp4" (4.25).
+        codec: "int8" (8.5 bits per weight at the default block size), "fp8" (8.25), "fp8_row"
+            ("fp8" with layout="row"), "nf4" (4.5), "nvfp4" (4.5) or "mxfp4" (4.25).
         block_size: values per scale of int8 and nf4, an even int of at least 2. Blocks run over
             the flattened tensor. The other formats fix their own (fp8 and mxfp4 32, nvfp4 16).
         double_quant: int8 and nf4: scales in one byte, with a fp32 number per 256 blocks.
