@@ -187,3 +187,15 @@ def test_gpu_cap_is_enforced_and_reported() -> None:
     found = compare([scenario], ["torch"], settings, on_record=lambda record: None)
     told = [(record.variant, record.status) for record in found]
     assert told == [("plain", "out of memory"), ("checkpointing", "out of memory")]
+
+
+def test_ours_passes_on_how_products_of_a_quantized_base_are_made() -> None:
+    from ts_quant import QuantTensor
+
+    engine = bench_engines.get("trainstream").with_options({"fp8_backward": True})
+    step = engine.prepare(dataclasses.replace(TINY, base="fp8_row"), CPU, "default")
+    stored = [p for p in step.model.parameters() if isinstance(p, QuantTensor)]
+    assert stored and all(weight._matmul.fp8_backward for weight in stored)
+    assert math.isfinite(step().item())
+    with pytest.raises(UnsupportedError, match="not quantized"):
+        engine.prepare(dataclasses.replace(TINY, base="bf16"), CPU, "default")

@@ -19,6 +19,7 @@ PLAIN, CHECKPOINTING = "plain", "checkpointing"
 # At its defaults: on a quantized base fused kernels and block replay are on.
 OURS = "trainstream"
 EAGER = "trainstream[cuda_graphs=False]"
+FP8_BACKWARD = "trainstream[fp8_backward=True]"
 UNFUSED = "trainstream[kernels=False,fused_lora=False,cuda_graphs=False]"
 FUSED = "trainstream[kernels=True,fused_lora=True]"
 LIGER = "bitsandbytes-liger"
@@ -81,6 +82,7 @@ SUITES: dict[str, Suite] = {
             Planned(OURS, _ALL_12, rounds=3),
             Planned(OURS, ("lora-14b-fp8-1x2048-24g",)),
             Planned(OURS, ("lora-14b-fp8_row-1x2048-24g",)),
+            Planned(FP8_BACKWARD, ("lora-14b-fp8_row-1x2048-24g",)),
             Planned(OURS, _PACKED_24),
             Planned("bitsandbytes", _ALL_24[:1], PLAIN),
             Planned(LIGER, _ALL_24, CHECKPOINTING),

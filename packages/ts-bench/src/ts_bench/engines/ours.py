@@ -35,7 +35,7 @@ class TrainStreamEngine:
     Args:
         name: of the engine.
         how: what differs from wrap's defaults, in words.
-        **options: of wrap().
+        **options: of wrap(), and `fp8_backward` of ts_quant.configure_matmul().
     """
 
     API_VERSION = API_VERSION
@@ -47,7 +47,7 @@ class TrainStreamEngine:
         self._options = options
 
     def with_options(self, options: dict[str, Any]) -> TrainStreamEngine:
-        """The same engine with more options of wrap()."""
+        """The same engine with more options."""
         how = ", ".join(f"{name}={value!r}" for name, value in options.items())
         more = TrainStreamEngine(self.name, "", **{**self._options, **options})
         more.description = f"{self.description}; {how}"
@@ -83,6 +83,7 @@ class TrainStreamEngine:
             model.requires_grad_(True)
         optimizer = torch.optim.AdamW(trainable(model), lr=LEARNING_RATE)
         options: dict[str, Any] = dict(self._options)
+        _choose_products(model, options)
         if scenario.max_grad_norm is not None:
             options["max_grad_norm"] = scenario.max_grad_norm
         if scenario.limit_bytes is not None:
@@ -104,6 +105,19 @@ class TrainStreamEngine:
             transferred=lambda: _transferred(model),
             settled=Settled(model),
         )
+
+
+def _choose_products(model: nn.Module, options: dict[str, Any]) -> None:
+    """Take out of `options` what is no option of wrap()."""
+    fp8_backward = options.pop("fp8_backward", None)
+    if fp8_backward is None:
+        return
+    try:
+        from ts_quant import configure_matmul
+    except ImportError as error:
+        raise UnsupportedError(f"fp8_backward needs ts-quant: {error}") from error
+    if not configure_matmul(model, fp8_backward=fp8_backward):
+        raise UnsupportedError("fp8_backward: the base is not quantized")
 
 
 class Settled:

@@ -10,9 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ts_core.device.base import Device
-from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import NOTHING, Bytes, Piece, Split, in_words, split, timed
+from ts_core.optim.split import (
+    NOTHING,
+    Bytes,
+    Piece,
+    Split,
+    in_words,
+    link_share,
+    split,
+    timed,
+)
 
 if TYPE_CHECKING:
     from ts_core.optim.adamw import OffloadAdamW
@@ -24,6 +32,9 @@ _BALANCED = 0.1
 # State moves again, but into device memory, where the predicted updates are shorter by this share:
 # moving takes longer than some steps, and what host threads take differs from step to step.
 _WORTH_MOVING = 0.05
+# Values from which a parameter whose gradient comes last is updated by both sides together: over
+# the link alone 32 M take 8 ms, in which the step has nothing else to do.
+_LARGE = 32 << 20
 
 
 class HybridSplit:
@@ -62,6 +73,7 @@ class HybridSplit:
         self._corrections = 0
         self._factor = 1.0
         self._rates: Rates | None = None
+        self._share = 0.5  # of the link, in what both sides update together; of the first split
         self.last: Split | None = None
 
     def start_again(self) -> None:
@@ -91,6 +103,7 @@ class HybridSplit:
         self._others = self._beside(optimizer)
         if self._rates is None or self.last is None:
             self._rates = self._rates or self._measure()
+            self._share = link_share(self._rates)
             self._apply(optimizer, "measured")
         else:
             self._correct(optimizer)
@@ -98,8 +111,7 @@ class HybridSplit:
     def _correct(self, optimizer: OffloadAdamW) -> None:
         """Plan again with how long the host's part took and what memory is left."""
         assert self.last is not None
-        host = [bucket for bucket in optimizer.buckets if isinstance(bucket.place, HostPlace)]
-        took = sum(bucket.place.seconds for bucket in host)
+        took = sum(bucket.place.seconds for bucket in optimizer.buckets)
         if self.last.host_s and took:
             ratio = took / self.last.host_s
             if abs(ratio - 1.0) > _BALANCED:
@@ -150,6 +162,9 @@ class HybridSplit:
 
     def _pieces(self, buckets: Sequence[Bucket]) -> list[Piece]:
         waits, passes = self._waits(), self._passes()
+        last = None if waits else max(buckets, key=lambda bucket: bucket.order, default=None)
+        if last is None or last.home is not None or last.layout.numel < _LARGE:
+            last = None
         return [
             Piece(
                 bucket.layout.numel,
@@ -159,6 +174,7 @@ class HybridSplit:
                 bucket.home is not None and not bucket.home.addressable(self._device),
                 waits,
                 1 if bucket.layout.many else passes,
+                self._share if bucket is last else None,
             )
             for bucket in buckets
         ]
@@ -180,6 +196,7 @@ class HybridSplit:
                 found = stay
         changed = self.last is None or found.places != now
         if changed:
+            optimizer.share_by(self._share)
             optimizer.place_state(found.places)
             self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()

@@ -51,6 +51,14 @@ class Moments:
         blocks = -(-numel // BLOCK) if kind == "int8" else 0
         self.scales = {name: make(blocks, torch.float32) for name in NAMES}
 
+    @classmethod
+    def over(cls, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Moments:
+        """fp32 moments in memory that there is."""
+        found = cls(0, "float32", 0)
+        found.numel = exp_avg.numel()
+        found.stored = dict(zip(NAMES, (exp_avg, exp_avg_sq), strict=True))
+        return found
+
     def host_bytes(self) -> int:
         """Bytes held."""
         tensors = (*self.stored.values(), *self.scales.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ from ts_core.optim.clip_guard import install_clip_guard, mark_streamed, unmark_s
 from ts_core.optim.gradients import Gradients, Sealed
 from ts_core.optim.layout import FlatPieces, local, partition
 from ts_core.optim.ownership import disown, own, owners
-from ts_core.optim.parts import PartSums
+from ts_core.optim.parts import PartSums, T
 from ts_core.transfer import CopyEngine
 
 
@@ -138,7 +138,7 @@ class GradientOffloader:
             "d2h_copies": link.copies,
         }
 
-    def _on_host(self, work: Any) -> Future[None]:
+    def _on_host(self, work: Callable[[], T]) -> Future[T]:
         if self._host is None:
             self._host = ThreadPoolExecutor(1, thread_name_prefix="trainstream-gradients")
         return self._host.submit(work)

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,7 +14,13 @@ from ts_core.device.base import Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.transfer import CopyEngine
 
-Submit: TypeAlias = Callable[[Callable[[], None]], "Future[None]"]
+T = TypeVar("T")
+
+
+class Submit(Protocol):
+    """Queues work on a thread; the future has its result."""
+
+    def __call__(self, work: Callable[[], T], /) -> Future[T]: ...
 
 
 class PartSums:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from ts_core.optim.norms import NormParts, Verdict
 from ts_core.optim.options import StepOptions
 from ts_core.optim.places import Update
 from ts_core.transfer import CopyEngine
+
+T = TypeVar("T")
 
 
 class UpdatePipeline:
@@ -44,7 +47,7 @@ class UpdatePipeline:
         self._held: HeldGradients | None = None
         self._parts: NormParts | None = None
 
-    def on_host(self, work: Callable[[], None]) -> Future[None]:
+    def on_host(self, work: Callable[[], T]) -> Future[T]:
         """Queue work on the host thread, in order with measurements and updates there."""
         return self._host.submit(work)
 

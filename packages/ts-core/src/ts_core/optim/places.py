@@ -2,6 +2,7 @@
 
 - host: state in RAM, host threads; gradients come over the link, new values go back.
 - zero_copy, resident: updated by the device (`device_places`).
+- shared: one part as in zero_copy, the rest as in host (`shared_place`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from ts_core import _native
 from ts_core.device.base import Event
 from ts_core.memory.arena import PinnedArena
-from ts_core.optim.device_update import DTYPE_NAMES
+from ts_core.optim.device_update import DTYPE_NAMES, DeviceState
 from ts_core.optim.gradients import Sealed
 from ts_core.optim.layout import Hyper
 from ts_core.optim.moments import Moments
 from ts_core.transfer import CopyEngine, PendingCopy, edges
 
-NAMES = ("host", "zero_copy", "resident")
+NAMES = ("host", "zero_copy", "resident", "shared")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class HostPlace(Place):
         piece: values per native call and copy, so that long tensors overlap with the link.
         pinned: keep the state in page-locked memory.
         in_place: the parameters' memory is the host's, and they are updated there.
+        state: fp32 state in host memory to work on; None makes it.
     """
 
     name = "host"
@@ -147,6 +149,7 @@ class HostPlace(Place):
         piece: int,
         pinned: bool,
         in_place: bool = False,
+        state: DeviceState | None = None,
     ) -> None:
         numel, dtype = target.numel(), target.dtype
         empty = pinned_zeros(arena) if pinned else None
@@ -155,10 +158,13 @@ class HostPlace(Place):
         self._dtype = dtype
         self._threads = threads
         self._piece = piece
-        self.moments = Moments(numel, kind, seed, empty)
         self.rounds_at_random = kind != "float32"
-        self.master: torch.Tensor | None = None
-        if dtype is not torch.float32:
+        if state is None:
+            self.moments = Moments(numel, kind, seed, empty)
+        else:
+            self.moments = Moments.over(state.exp_avg, state.exp_avg_sq)
+        self.master: torch.Tensor | None = None if state is None else state.master
+        if dtype is not torch.float32 and state is None:
             self.master = (empty or _zeros)(numel, torch.float32)
             self.master.copy_(target)
         self._param_h: torch.Tensor | None = None

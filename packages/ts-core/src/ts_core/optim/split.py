@@ -8,7 +8,7 @@ together. A pure function; `HybridSplit` measures what it needs and applies what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ts_core.optim.rates import Rates
 HOST_BESIDE_LINK = 0.65
 LINK_BESIDE_HOST = 0.85
 _SHARES = 50
+_LEAST_PART = 0.1
 _ROUNDS = 8
 # Shares of the room that are tried for gradients which wait for updates over the link.
 _LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
@@ -51,6 +52,8 @@ class Piece:
             where it would have left for the host otherwise.
         passes: copies of its gradient in a step, where it leaves: one for each backward pass, but
             for parameters whose gradients leave together.
+        link_share: of its values those that the link takes in the place "shared"; None: it is not
+            shared. For a large one whose gradient comes last, beside which nothing is left to do.
     """
 
     values: int
@@ -60,6 +63,7 @@ class Piece:
     host_only: bool = False
     waits: bool = False
     passes: int = 1
+    link_share: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -75,12 +79,16 @@ class Piece:
 
     def copied_bytes(self, place: str) -> Bytes:
         """What is copied for an update in this place: new values, and gradients."""
+        if place == "shared":
+            return self._both(Piece.copied_bytes)
         to_device = self.param_bytes if place == "host" and not self.paged else 0
         leaves = place == "host" or self.paged
         return Bytes(to_device, self.passes * self.param_bytes if leaves else 0)
 
     def link_bytes(self, place: str) -> Bytes:
         """What is copied for an update in this place, or read and written by the device."""
+        if place == "shared":
+            return self._both(Piece.link_bytes)
         copied = self.copied_bytes(place)
         if place == "host":
             return copied
@@ -88,6 +96,21 @@ class Piece:
         # Paged: the weight is in host memory, and its gradient, which has left the device before.
         weight = self.param_bytes if self.paged else 0
         return Bytes(state + 2 * weight + copied.to_device, state + weight + copied.to_host)
+
+    def host_values(self, place: str) -> int:
+        """Values that host threads update."""
+        if place == "shared":
+            return int((1 - self._share) * self.values)
+        return self.values if place == "host" else 0
+
+    @property
+    def _share(self) -> float:
+        return 0.5 if self.link_share is None else self.link_share
+
+    def _both(self, count: Callable[[Piece, str], Bytes]) -> Bytes:
+        link, host = count(self, "zero_copy"), count(self, "host")
+        share = self._share
+        return Bytes(*(int(share * a + (1 - share) * b) for a, b in zip(link, host, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -155,7 +178,10 @@ def _filled(
     """
     for_gradients = int(left * room_bytes)
     room_bytes -= for_gradients
-    places = ["host" if piece.host_only else "zero_copy" for piece in pieces]
+    places = [
+        "host" if piece.host_only else "zero_copy" if piece.link_share is None else "shared"
+        for piece in pieces
+    ]
     for index in sorted(range(len(pieces)), key=lambda k: (pieces[k].paged, -pieces[k].values)):
         piece, size = pieces[index], pieces[index].device_bytes("resident")
         if size <= room_bytes and not piece.host_only and (paged or not piece.paged):
@@ -209,9 +235,9 @@ def timed(
     others: Bytes = NOTHING,
 ) -> Split:
     """The split with these places, whatever room they take; arguments as of `split`."""
-    on_host = sum(p.values for p, place in zip(pieces, places, strict=True) if place == "host")
-    moved = others
+    on_host, moved = 0, others
     for piece, place in zip(pieces, places, strict=True):
+        on_host += piece.host_values(place)
         moved += piece.link_bytes(place)
     host_s, link_s = _side_by_side(on_host / (rates.host * host_factor), max(moved) / rates.link)
     return Split(tuple(places), host_s, link_s)
@@ -230,6 +256,17 @@ def _spread(
         if owed >= values / 2:
             yield index
             owed -= values
+
+
+def link_share(rates: Rates, host_factor: float = 1.0) -> float:
+    """Of fp32 values that link and host threads update together, those of the link.
+
+    So that both are done at once: the link reads and writes 8 bytes of its values, and copies 4 of
+    the host's each way.
+    """
+    link = LINK_BESIDE_HOST * rates.link
+    host_s = max(1 / (HOST_BESIDE_LINK * rates.host * host_factor) - 4 / link, 0.0)
+    return min(max(host_s / (host_s + 8 / link), _LEAST_PART), 1 - _LEAST_PART)
 
 
 def _side_by_side(host_s: float, link_s: float) -> tuple[float, float]:
@@ -256,6 +293,7 @@ def in_words(
         )
         return f"{values / total:.0%}"
 
+    together = f", {share('shared')} by both together" if "shared" in found.places else ""
     beside = ""
     if max(others) >= 1_000_000:
         to_device, to_host = (size / 1e9 for size in others)
@@ -264,6 +302,6 @@ def in_words(
         f"optimizer split ({why}; host {rates.host / 1e9:.2f} G values/s, link "
         f"{rates.link / 1e9:.1f} GB/s each way): {share('resident')} of the state in device "
         f"memory, {share('zero_copy')} read and written over the link, {share('host')} by host "
-        f"threads; expected {found.link_s * 1000:.0f} ms of link, {found.host_s * 1000:.0f} ms of "
-        f"host{beside}"
+        f"threads{together}; expected {found.link_s * 1000:.0f} ms of link, "
+        f"{found.host_s * 1000:.0f} ms of host{beside}"
     )

@@ -17,8 +17,8 @@ class PlacedState(TorchState):
     def place_state(self, places: Sequence[str]) -> None:
         """Move the state of each bucket, in order of `buckets`.
 
-        Places are "host", "zero_copy" and "resident". Values are kept bit
-        for bit. Between steps; waits for updates in flight.
+        Places are "host", "zero_copy", "resident" and "shared" (one part as in zero_copy, the rest
+        as in host). Values are kept bit for bit. Between steps; waits for updates in flight.
 
         Raises:
             StateError: in the middle of a step.
@@ -30,6 +30,10 @@ class PlacedState(TorchState):
         self._updates.storage.move(self._updates.buckets, places)
         for bucket in self._updates.buckets:
             self._show_state(bucket)
+
+    def share_by(self, share: float) -> None:
+        """Of the values of a "shared" place from now on, those that the device updates (0 to 1)."""
+        self._updates.storage.link_share = share
 
     def set_homes(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> None:
         """Trained weights have moved into host images of paged blocks, or out of them.

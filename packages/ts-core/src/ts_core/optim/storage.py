@@ -11,10 +11,12 @@ from ts_core.errors import OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim.buckets import Bucket
 from ts_core.optim.device_places import DevicePlace, DeviceWork
+from ts_core.optim.device_update import DeviceState
 from ts_core.optim.homed import HomedLayout
 from ts_core.optim.layout import PAD, FlatLayout, is_sharded, local, partition
 from ts_core.optim.parts import PartSums, Submit
 from ts_core.optim.places import NAMES, HostPlace, Place
+from ts_core.optim.shared_place import SharedPlace
 from ts_core.store.homes import TrainedHome
 from ts_core.transfer import CopyEngine
 
@@ -36,6 +38,7 @@ class Storage:
     Attributes:
         homes: the trained weights that live in images of paged blocks.
         submit: queues work on the host thread of the updates.
+        link_share: of the values of a "shared" place, those that the device updates.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Storage:
         self.homes: Mapping[torch.nn.Parameter, TrainedHome] = {}
         self._said_not_pinned = False
         self.submit: Submit | None = None
+        self.link_share = 0.5
         self._parts: PartSums | None = None
 
     def use(self, device: Device | None, copies: CopyEngine | None, arena: PinnedArena) -> None:
@@ -188,22 +192,43 @@ class Storage:
         return self._work
 
     def _place(self, name: str, layout: FlatLayout) -> Place:
-        target = layout.flat()
         in_place = isinstance(layout, HomedLayout)
+        first = int(layout.numel * self.link_share) // PAD * PAD
+        if name == "shared" and (in_place or not 0 < first < layout.numel):
+            name = "zero_copy"
+        target = layout.flat()
         if name == "host":
-            assert self.copies is not None
-            return HostPlace(
-                target,
-                self.copies,
-                self.arena,
-                kind=self.kind,
-                seed=self._seed,
-                threads=self._threads,
-                piece=self._chunk * _PIECES_PER_HOST_CALL,
-                pinned=self._pinned,
-                in_place=in_place,
-            )
-        return DevicePlace(target, self.device_work(), self.arena, name, in_place)
+            return self._host_place(target, in_place)
+        if name != "shared":
+            return DevicePlace(target, self.device_work(), self.arena, name, in_place)
+        assert self.copies is not None and self.submit is not None
+        link = DevicePlace(target, self.device_work(), self.arena, "zero_copy")
+        rest_of_state = link.state.slice(first, layout.numel)
+        host = self._host_place(target[first:], False, rest_of_state)
+        gradient_h = None
+        if self.copies.device.separate_memory:
+            rest = layout.numel - first
+            gradient_h = self.arena.empty((rest,), layout.dtype, tag="gradients")
+        return SharedPlace(
+            link, host, first, self.device_work(), self.copies, gradient_h, self.submit
+        )
+
+    def _host_place(
+        self, target: torch.Tensor, in_place: bool, state: DeviceState | None = None
+    ) -> HostPlace:
+        assert self.copies is not None
+        return HostPlace(
+            target,
+            self.copies,
+            self.arena,
+            kind=self.kind,
+            seed=self._seed,
+            threads=self._threads,
+            piece=self._chunk * _PIECES_PER_HOST_CALL,
+            pinned=self._pinned,
+            in_place=in_place,
+            state=state,
+        )
 
     def _check_link(self, param: torch.nn.Parameter) -> None:
         here = local(param.data).device

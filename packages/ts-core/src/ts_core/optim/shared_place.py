@@ -1,0 +1,121 @@
+"""Optimizer state of which the device updates one part over the link, and host threads the rest.
+
+For a large parameter whose gradient comes last: beside its update nothing is left to do, so that
+the link or the host threads, whichever does not have it, would stand idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ts_core.device.base import Event
+from ts_core.optim.device_places import DevicePlace, DeviceWork
+from ts_core.optim.gradients import Sealed
+from ts_core.optim.parts import Submit
+from ts_core.optim.places import HostPlace, Place, Segment, Update
+from ts_core.transfer import CopyEngine
+
+
+class SharedPlace(Place):
+    """State in pinned RAM, of which the device updates the first values and host threads the rest.
+
+    The gradient stays on the device until both have it. `update` waits until the host's part has
+    run, on the thread of host updates, so what is queued for the device behind it begins later: it
+    is for what comes last in a step. The thread of host updates never waits for that of the
+    device's.
+
+    Args:
+        link: "zero_copy", of all values.
+        host: of those from `first` on, over the same state.
+        first: how many values the device updates.
+        work: streams of the device's updates.
+        copies: engine of the link.
+        gradient_h: host memory for the gradients of `host`; None where the device has no memory of
+            its own.
+        submit: queues work on the thread of host updates.
+    """
+
+    name = "shared"
+    on_device = True
+    over_link = True
+
+    def __init__(
+        self,
+        link: DevicePlace,
+        host: HostPlace,
+        first: int,
+        work: DeviceWork,
+        copies: CopyEngine,
+        gradient_h: torch.Tensor | None,
+        submit: Submit,
+    ) -> None:
+        self._link, self._host, self._first = link, host, first
+        self._work = work
+        self._copies = copies
+        self._gradient_h = gradient_h
+        self._submit = submit
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        """Of the host's part of the last update."""
+        return self._host.seconds
+
+    def update(self, update: Update, scale: float) -> Event | None:
+        gradient = update.gradients.flat
+        rest = Sealed(gradient[self._first :])
+        if self._gradient_h is not None:
+            after = update.gradients.ready(self._work.device)
+            arrived = self._copies.d2h(self._gradient_h, rest.flat, after=after)
+            rest = Sealed(self._gradient_h, arrived=arrived)
+        on_host = replace(
+            update,
+            target=update.target[self._first :],
+            gradients=rest,
+            segments=list(_within(update.segments, self._first, gradient.numel())),
+        )
+        job = self._submit(lambda: self._host.update(on_host, scale))
+        by_device = list(_within(update.segments, 0, self._first))
+        # Its gradients are kept until both parts have been done.
+        done = self._link.update(replace(update, segments=by_device, held=True), scale)
+        events = [event for event in (done, job.result()) if event is not None]
+        both = self._work.launch(_nothing, events, over_link=True)
+        if not update.held:
+            self._work.keep(both, gradient, over_link=True)
+        return both
+
+    def live(self) -> dict[str, torch.Tensor]:
+        return self._link.live()
+
+    def read(self, name: str, offset: int, out: torch.Tensor) -> None:
+        self._link.read(name, offset, out)
+
+    def write(self, name: str, offset: int, values: torch.Tensor) -> None:
+        self._link.write(name, offset, values)
+
+    def take_rounded(self, offset: int, values: torch.Tensor) -> None:
+        before = min(max(self._first - offset, 0), values.numel())
+        if before < values.numel():  # the host has a copy of its part
+            self._host.take_rounded(offset + before - self._first, values[before:])
+
+    def host_bytes(self) -> int:
+        copies = 0 if self._gradient_h is None else 2 * self._gradient_h.nbytes
+        return self._link.host_bytes() + copies
+
+
+def _within(segments: Sequence[Segment], start: int, end: int) -> Iterator[Segment]:
+    for segment in segments:
+        low, high = max(segment.offset, start), min(segment.offset + segment.size, end)
+        if low < high:
+            yield replace(
+                segment,
+                offset=low - start,
+                size=high - low,
+                base=segment.base + low - segment.offset,
+            )
+
+
+def _nothing() -> None:
+    """The event of a launch follows what it waits for."""
