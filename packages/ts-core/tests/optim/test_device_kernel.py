@@ -117,7 +117,7 @@ def test_gpu_kernel_gives_the_host_kernels_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", ["host", "zero_copy", "resident"])
+@pytest.mark.parametrize("place", ["host", "zero_copy", "resident", "shared"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"eager": False}])
 def test_every_place_on_the_gpu_gives_the_same_bits(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,7 +114,9 @@ def test_in_a_cuda_graph_and_without_waiting(layout: str | None) -> None:
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
