@@ -87,9 +87,9 @@ def measure(
 class Run:
     """An engine that has been prepared, and can be measured on scenarios of one model and cap.
 
-    Each timed step runs from an idle device to an idle device (synchronized before and after),
-    so work that a step leaves behind on streams counts, while work it leaves to host threads
-    counts in the step that waits for it.
+    Each timed step runs from an idle device to an idle device, so work that a step leaves behind on
+    streams counts, while work it leaves to host threads counts in the step that waits for it. One
+    step begins when the one before it has ended: whatever threads queue in between is some step's.
 
     Args:
         engine, scenario, variant, device: as in `measure`.
@@ -142,14 +142,15 @@ class Run:
         tell = getattr(step, "transferred", None)
         before = tell() if tell is not None else {}
         times, host = [], []
+        _synchronize(device)
+        begun = time.perf_counter()
         for _ in range(counts.timed):
-            _synchronize(device)
-            begun = time.perf_counter()
-            loss = step()
+            losses.append(step())
             host.append(time.perf_counter() - begun)
             _synchronize(device)
-            times.append(time.perf_counter() - begun)
-            losses.append(loss)
+            ended = time.perf_counter()
+            times.append(ended - begun)
+            begun = ended
         after = tell() if tell is not None else {}
         values = [float(loss) for loss in losses]
         wrong = [number for number, value in enumerate(values) if not math.isfinite(value)]
