@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ts_core.device.base import Device
+from ts_core.errors import OutOfBudgetError
 from ts_core.optim.rates import Rates
 from ts_core.optim.split import (
     NOTHING,
@@ -197,7 +198,13 @@ class HybridSplit:
         changed = self.last is None or found.places != now
         if changed:
             optimizer.share_by(self._share)
-            optimizer.place_state(found.places)
+            try:
+                optimizer.place_state(found.places)
+            except OutOfBudgetError as error:
+                self._corrections = CORRECTIONS + 1  # it would be the same again
+                self._say(f"optimizer state moves no more: {error}")
+                now = _places(optimizer.buckets)
+                found = timed(pieces, now, self._rates, self._factor, self._others)
             self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()
         self._since = (self._steps, self._copied())

@@ -6,7 +6,8 @@ the link or the host threads, whichever does not have it, would stand idle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -59,6 +60,11 @@ class SharedPlace(Place):
         self._submit = submit
 
     @property
+    def link(self) -> DevicePlace:
+        """All of the state, as the device reads and writes it."""
+        return self._link
+
+    @property
     def seconds(self) -> float:  # type: ignore[override]
         """Of the host's part of the last update."""
         return self._host.seconds
@@ -76,15 +82,36 @@ class SharedPlace(Place):
             gradients=rest,
             segments=list(_within(update.segments, self._first, gradient.numel())),
         )
-        job = self._submit(lambda: self._host.update(on_host, scale))
+        job = self._on_host(lambda: self._host.update(on_host, scale))
         by_device = list(_within(update.segments, 0, self._first))
-        # Its gradients are kept until both parts have been done.
-        done = self._link.update(replace(update, segments=by_device, held=True), scale)
-        events = [event for event in (done, job.result()) if event is not None]
+        done: Event | None = None
+        try:
+            # Its gradients are kept until both parts have been done.
+            done = self._link.update(replace(update, segments=by_device, held=True), scale)
+            landed = job.result()
+        except BaseException:
+            # Nobody is told before both are over: what they read and write is used again then.
+            job.exception()
+            if done is not None:
+                self._work.device.host_wait(done)
+            raise
+        events = [event for event in (done, landed) if event is not None]
         both = self._work.launch(_nothing, events, over_link=True)
         if not update.held:
             self._work.keep(both, gradient, over_link=True)
         return both
+
+    def _on_host(self, work: Callable[[], Event | None]) -> Future[Event | None]:
+        """Queue the host's part; where no thread takes work any more, it is done here and now.
+
+        So at the end of the interpreter, which waits for updates that have been queued.
+        """
+        try:
+            return self._submit(work)
+        except RuntimeError:
+            job: Future[Event | None] = Future()
+            job.set_result(work())
+            return job
 
     def live(self) -> dict[str, torch.Tensor]:
         return self._link.live()

@@ -9,7 +9,7 @@ together. A pure function; `HybridSplit` measures what it needs and applies what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ts_core.optim.rates import Rates
@@ -108,7 +108,8 @@ class Piece:
         return 0.5 if self.link_share is None else self.link_share
 
     def _both(self, count: Callable[[Piece, str], Bytes]) -> Bytes:
-        link, host = count(self, "zero_copy"), count(self, "host")
+        alone = replace(self, passes=1)  # its gradients leave when all are there
+        link, host = count(alone, "zero_copy"), count(alone, "host")
         share = self._share
         return Bytes(*(int(share * a + (1 - share) * b) for a, b in zip(link, host, strict=True)))
 

@@ -23,13 +23,16 @@ class PlacedState(TorchState):
         Raises:
             StateError: in the middle of a step.
             OptionError: a place that does not exist, or another number of them.
+            OutOfBudgetError: no more memory can be page-locked; buckets from there on stay.
         """
         self.build()
         self._updates.refuse_mid_step("place_state()")
         self._updates.settle()
-        self._updates.storage.move(self._updates.buckets, places)
-        for bucket in self._updates.buckets:
-            self._show_state(bucket)
+        try:
+            self._updates.storage.move(self._updates.buckets, places)
+        finally:
+            for bucket in self._updates.buckets:
+                self._show_state(bucket)
 
     def share_by(self, share: float) -> None:
         """Of the values of a "shared" place from now on, those that the device updates (0 to 1)."""

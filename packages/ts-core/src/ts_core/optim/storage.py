@@ -137,7 +137,7 @@ class Storage:
             )
         for bucket, name in zip(buckets, places, strict=True):
             if bucket.place.name != name:
-                bucket.move(self._place(name, bucket.layout))
+                bucket.move(self._place(name, bucket.layout, bucket.place))
 
     def settle(self) -> None:
         """Wait until the device has finished with all state, so that it may be read or written."""
@@ -191,7 +191,11 @@ class Storage:
             self._work = DeviceWork(self.copies.device, self.device_inflight_bytes())
         return self._work
 
-    def _place(self, name: str, layout: FlatLayout) -> Place:
+    def _place(self, name: str, layout: FlatLayout, before: Place | None = None) -> Place:
+        """Between "zero_copy" and "shared" the state in page-locked memory stays what it is."""
+        linked = before.link if isinstance(before, SharedPlace) else before
+        if not (isinstance(linked, DevicePlace) and linked.over_link):
+            linked = None
         in_place = isinstance(layout, HomedLayout)
         first = int(layout.numel * self.link_share) // PAD * PAD
         if name == "shared" and (in_place or not 0 < first < layout.numel):
@@ -199,10 +203,12 @@ class Storage:
         target = layout.flat()
         if name == "host":
             return self._host_place(target, in_place)
+        if name == "zero_copy" and linked is not None:
+            return linked
         if name != "shared":
             return DevicePlace(target, self.device_work(), self.arena, name, in_place)
         assert self.copies is not None and self.submit is not None
-        link = DevicePlace(target, self.device_work(), self.arena, "zero_copy")
+        link = linked or DevicePlace(target, self.device_work(), self.arena, "zero_copy")
         rest_of_state = link.state.slice(first, layout.numel)
         host = self._host_place(target[first:], False, rest_of_state)
         gradient_h = None
