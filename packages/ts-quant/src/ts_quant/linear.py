@@ -97,6 +97,10 @@ def input_gradient(weight: QuantTensor, grad: Tensor) -> Tensor:
             f"input_gradient() takes a gradient [M, N] of a weight [N, K], not {tuple(grad.shape)} "
             f"of {tuple(shape)}"
         )
+    if not grad.dtype.is_floating_point:
+        raise OptionError(
+            f"input_gradient() takes a gradient of a floating dtype, not {grad.dtype}"
+        )
     with torch.no_grad():
         kind = prepared_gradient_kind(weight, grad)
         w = None if kind == ROWS else weight.dequantize().to(grad.dtype)

@@ -62,4 +62,4 @@ def stored_spec(codec: Codec, shape: tuple[int, ...], layout: dict[str, Any]) ->
             f"how many of a matrix's columns are kept apart, 0 to {most}"
         )
     factors = channel_scale.check(factors, shape, kept)
-    return QuantSpec(codec.name, block_size, scales, rows, kept, factors)
+    return QuantSpec(codec.stored_as, block_size, scales, rows, kept, factors)

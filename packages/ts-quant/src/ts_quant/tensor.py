@@ -110,7 +110,8 @@ class QuantTensor(NoMemory, torch.Tensor):
         Nothing is decoded, encoded or copied; sizes and dtypes are checked, values are not.
 
         Args:
-            codec: "nf4", "int8", "fp8", "nvfp4" or "mxfp4".
+            codec: "nf4", "int8", "fp8", "nvfp4" or "mxfp4"; "fp8_row" for "fp8" with a scale per
+                row where `layout` says nothing else.
             buffers: the tensors by name, contiguous, on one device. `codes` in any shape: uint8
                 (int8 for int8), or a float8 dtype, which is taken as its bytes. The others as in
                 the table of `ts_quant.codecs.scales`; for fp8's "tile", `scale` fp32
@@ -175,7 +176,7 @@ class QuantTensor(NoMemory, torch.Tensor):
             [M, K] of dy's dtype, new.
 
         Raises:
-            OptionError: the weight is no matrix, or dy does not fit it.
+            OptionError: the weight is no matrix, or dy does not fit it or is not floating.
         """
         return input_gradient(self, dy)
 

@@ -59,3 +59,26 @@ def test_a_saved_model_and_a_report_name_it_as_fp8() -> None:
     stored = store.store(model.weight.detach(), "weight").weight
     assert stored.codec == "fp8" and store.report.kept_precise == []
     assert store.report.rows["weight"].codec == "fp8"
+
+
+def test_stored_buffers_taken_by_its_name_are_of_codec_fp8() -> None:
+    """Kernels and products know the format by the codec that a weight names."""
+    w = torch.randn(48, 64, dtype=torch.bfloat16)
+    wanted = ts_quant.quantize(w, "fp8_row")
+    buffers = dict(zip(("codes", "scale"), wanted.buffers(), strict=True))
+    found = ts_quant.QuantTensor.from_buffers("fp8_row", buffers, shape=w.shape, dtype=w.dtype)
+    assert found.codec == "fp8" and found.spec == wanted.spec
+    assert torch.equal(found.dequantize(), wanted.dequantize())
+    assert fp8.activation_kind(found.spec, found.shape, 4) == fp8.ROWS
+    with pytest.raises(ts_quant.OptionError, match="'fp8_row'"):
+        ts_quant.QuantTensor.from_buffers(
+            "fp8_row", buffers, shape=w.shape, dtype=w.dtype, layout={"scales": "e8m0"}
+        )
+
+
+def test_a_gradient_of_integers_is_refused() -> None:
+    """The weight would be rounded to integers."""
+    w = ts_quant.quantize(torch.randn(48, 64), "fp8_row")
+    with pytest.raises(ts_quant.OptionError, match=r"floating dtype, not torch\.int64"):
+        w.input_gradient(torch.ones(2, 48, dtype=torch.int64))
+    torch.testing.assert_close(w.input_gradient(torch.ones(2, 48))[1], w.dequantize().sum(0))

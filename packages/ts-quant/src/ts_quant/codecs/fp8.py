@@ -41,7 +41,7 @@ class Fp8Codec(BlockwiseCodec):
 
     name = "fp8"
     error_rank_order = 2
-    scale_layouts = ("e8m0", "tile")
+    scale_layouts: tuple[str, ...] = ("e8m0", "tile")
     code_dtype = torch.uint8
     codes_per_byte = 1
     unit = UnitRange(LARGEST, round_up=False)
@@ -228,6 +228,7 @@ class Fp8RowCodec(Fp8Codec):
 
     name = "fp8_row"
     stored_as = "fp8"
+    scale_layouts = ("tile",)
 
     def spec_for(
         self,
