@@ -242,14 +242,24 @@ class Fp8RowCodec(Fp8Codec):
                 f"layout={layout!r} is not accepted for 'fp8_row': it has one scale per row. Use "
                 f"'fp8' for other layouts"
             )
-        return CODEC.spec_for(shape, block_size, double_quant, "row")
+        _refuse_double(double_quant)
+        return CODEC.spec_for(shape, block_size, False, "row")
 
     def bytes_per_weight(
         self, block_size: int = DEFAULT_BLOCK_SIZE, double_quant: bool = False
     ) -> float:
         """1.0: scales are left out, 4 bytes a row."""
-        CODEC.bytes_per_weight(block_size, double_quant)  # refuses what "fp8" refuses
+        _refuse_double(double_quant)
+        CODEC.bytes_per_weight(block_size)  # refuses what "fp8" refuses
         return 1.0
+
+
+def _refuse_double(double_quant: bool) -> None:
+    if double_quant:
+        raise OptionError(
+            "double_quant=True is not accepted for 'fp8_row', which has one scale per row: there "
+            "is next to nothing to gain. Leave it False (it is for 'int8' and 'nf4')"
+        )
 
 
 CODEC = register(Fp8Codec())
