@@ -21,7 +21,7 @@ from ts_core.optim.device_places import DevicePlace
 from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import Bytes, Piece
+from ts_core.optim.split import Bytes, Piece, split
 from ts_core.transfer import CopyEngine
 
 SIZE = 600_000
@@ -195,3 +195,25 @@ def test_host_memory_is_counted_as_it_is_taken(dtype: torch.dtype) -> None:
     others = arena.stats()["arena_used"] - optimizer.stats()["host_state_bytes"]
     optimizer.place_state(["shared"])
     assert arena.stats()["arena_used"] - others == optimizer.stats()["host_state_bytes"]
+
+
+def test_what_comes_last_in_a_step_may_be_in_device_memory_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last of those elsewhere is then not updated by both sides."""
+    monkeypatch.setattr(hybrid, "_LARGE", SIZE)
+    params = [torch.nn.Parameter(torch.ones(SIZE)) for _ in range(2)]
+    optimizer = optimizer_of(params, mode="hybrid")
+    optimizer.build()
+    optimizer.place_state(["resident", "zero_copy"])
+    rates = Rates(1e9, 45e9)
+    inside = HybridSplit(SeparateHost(), lambda: rates, lambda: 0, lambda line: None)
+    for param in reversed(params):
+        param.grad = torch.ones_like(param)
+        optimizer._on_gradient(param)
+    size, seconds = inside.away(optimizer.buckets)
+    alone = split([Piece(SIZE, 4 * SIZE, False)], rates, 0)
+    assert alone.places == ("zero_copy",) and size == 8 * SIZE
+    assert seconds == pytest.approx(alone.seconds)
+    optimizer.step()
+    optimizer.synchronize()

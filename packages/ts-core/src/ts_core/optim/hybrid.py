@@ -140,8 +140,8 @@ class HybridSplit:
         if self._rates is None:
             self._rates = self._measure()
             self.leave_out()  # its copies are not of a step
-        elsewhere = [bucket for bucket in buckets if not bucket.place.device_bytes()]
-        pieces = self._pieces(elsewhere)
+        found = zip(self._pieces(buckets), buckets, strict=True)  # which comes last, of all
+        pieces = [piece for piece, bucket in found if not bucket.place.device_bytes()]
         size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
         if not pieces:
             return size, 0.0
