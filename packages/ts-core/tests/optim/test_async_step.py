@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ts_core import OffloadAdamW
+from ts_core.errors import StateError
 from ts_core.optim import read_guard
 from ts_core.optim.places import HostPlace
 
@@ -302,6 +303,18 @@ def test_grad_scaler_is_refused_with_the_remedy(lab: Any) -> None:
     scaler.scale(lab.loss(model, 0)).backward()
     with pytest.raises(Exception, match="bfloat16"):
         scaler.step(optimizer)
+    with pytest.raises(StateError, match="bfloat16"):
+        scaler.unscale_(optimizer)
+
+
+def test_the_scaler_guard_leaves_others_alone(lab: Any) -> None:
+    optimizer = OffloadAdamW(lab.model().parameters())
+    torch.amp.GradScaler("cpu", enabled=False).unscale_(optimizer)  # does nothing, so may be there
+    plain = nn.Linear(3, 3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(plain(torch.ones(2, 3)).sum()).backward()
+    scaler.unscale_(torch.optim.AdamW(plain.parameters()))
+    assert plain.bias.grad is not None and plain.bias.grad.tolist() == [2.0] * 3
 
 
 def test_backward_that_raises_leaves_a_clean_next_step() -> None:

@@ -392,6 +392,29 @@ def test_unsupported_parameters_and_optimizers_are_refused() -> None:
         convert_optimizer(torch.optim.SGD(params, lr=0.1))
 
 
+@pytest.mark.parametrize(
+    "flag", ["amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"]
+)
+def test_keywords_of_torchs_adamw(flag: str) -> None:
+    params = [nn.Parameter(torch.zeros(2))]
+    group = OffloadAdamW(params, **{flag: False}).param_groups[0]
+    assert (
+        group
+        == OffloadAdamW(params).param_groups[0]
+        == OffloadAdamW(params, **{flag: None}).param_groups[0]
+    )
+    with pytest.raises(OptionError, match=f"{flag}=True is not supported.*Leave it off"):
+        OffloadAdamW(params, **{flag: True})
+
+
+def test_amsgrad_stands_where_torch_has_it() -> None:
+    params = [nn.Parameter(torch.zeros(2))]
+    hyper = (1e-3, (0.9, 0.999), 1e-8, 0.01)
+    OffloadAdamW(params, *hyper, False)
+    with pytest.raises(OptionError, match="amsgrad=True"):
+        OffloadAdamW(params, *hyper, True)
+
+
 def test_foreign_state_dicts_are_refused_unchanged() -> None:
     model = mlp()
     optimizer = OffloadAdamW(model.parameters())

@@ -55,6 +55,8 @@ class OffloadAdamW(PlacedState):
     Args:
         params: parameters (fp32, bf16 or fp16; on one device; FSDP2's DTensors too) or groups.
         lr, betas, eps, weight_decay: as torch.optim.AdamW.
+        amsgrad, maximize, foreach, capturable, differentiable, fused: of torch.optim.AdamW, for
+            code that names them; False or None, as there is one update here.
         mode: "cpu": host threads. "gpu": a kernel on the device that reads and writes state in
             pinned host memory. "hybrid": split by measured speed between state in device memory,
             state in pinned memory that the device reads and writes over the link, and host
@@ -96,7 +98,13 @@ class OffloadAdamW(PlacedState):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         mode: str = "cpu",
         max_grad_norm: float | None = None,
         compute_grad_norm: bool = False,
@@ -116,6 +124,14 @@ class OffloadAdamW(PlacedState):
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         checks.hyper(lr, betas, eps, weight_decay)
+        checks.torch_flags(
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
         kind = checks.moment_kind(moment_dtype)
         checks.mode(mode, kind, pin_moments)
         checks.numbers(max_grad_norm, chunk_elems, threads, seed)

@@ -13,14 +13,24 @@ from ts_core.errors import OptionError
 from ts_core.optim.layout import is_sharded, local
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
+# What torch.optim.AdamW takes beside the plain update; "fused" and "foreach" only say how it runs.
+UNLIKE_PLAIN = ("amsgrad", "maximize", "differentiable", "capturable")
+
+
+def torch_flags(**flags: Any) -> None:
+    """Refuse keywords of torch.optim.AdamW that ask for more than its plain update."""
+    for flag, value in flags.items():
+        if value:
+            raise OptionError(
+                f"{flag}={value!r} is not supported by OffloadAdamW, which computes the plain "
+                f"AdamW update in its own way. Leave it off."
+            )
 
 
 def group(param_group: dict[str, Any]) -> None:
     """Refuse a param group with values, flags or parameters that cannot be trained."""
     hyper(param_group["lr"], param_group["betas"], param_group["eps"], param_group["weight_decay"])
-    for flag in ("amsgrad", "maximize", "differentiable", "capturable"):
-        if param_group.get(flag):
-            raise OptionError(f"{flag}=True is not supported by OffloadAdamW. Leave it off.")
+    torch_flags(**{flag: param_group.get(flag) for flag in UNLIKE_PLAIN})
     for param in param_group["params"]:
         plain = is_sharded(param) or param.layout is torch.strided
         if param.dtype not in TRAINABLE or not plain:

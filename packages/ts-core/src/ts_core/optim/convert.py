@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ts_core.errors import OptionError
+from ts_core.optim import checks
 from ts_core.optim.adamw import OffloadAdamW
-
-_REFUSED_FLAGS = ("amsgrad", "maximize", "differentiable", "capturable")
 
 
 def convert_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> OffloadAdamW:
@@ -45,7 +44,7 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
             f"torch.optim.AdamW, torch.optim.Adam, OffloadAdamW, or None to have one made."
         )
     for number, group in enumerate(optimizer.param_groups):
-        for flag in _REFUSED_FLAGS:
+        for flag in checks.UNLIKE_PLAIN:
             if group.get(flag):
                 raise OptionError(
                     f"param group {number} has {flag}=True, which OffloadAdamW does not have. "
