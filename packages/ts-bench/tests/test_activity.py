@@ -20,7 +20,9 @@ def test_activity_counts_overlapping_work_once() -> None:
     assert (found["kernel_s"], found["copy_s"], found["busy_s"]) == (3, 1.5, 4)
     assert (found["idle_s"], found["kernels"], found["copies"]) == (3, 1.5, 0.5)
     assert found["top"][0] == ["kernel 4", 2.0, 0.5]
-    assert summarize([], steps=1, timed_s=1.0)["idle_s"] == 1.0
+    assert found["wall_s"] == 6.0  # with the time between, in which timed steps do not wait
+    nothing = summarize([], steps=1, timed_s=1.0)
+    assert (nothing["idle_s"], nothing["wall_s"]) == (1.0, 0.0)
 
 
 @pytest.mark.gpu

@@ -172,3 +172,17 @@ def test_bad_lines_are_named(tmp_path, line, told) -> None:
 def test_missing_file_is_named(tmp_path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl cannot be read"):
         records.read([tmp_path / "none.jsonl"])
+
+
+def test_ranges_are_drawn_of_one_round_too() -> None:
+    from matplotlib.figure import Figure
+
+    from ts_bench.plot import _bars
+
+    rows = summarize(FOUND)
+    steady = dataclasses.replace(rows[0], step_ms=200.0, step_ms_range=(200.0, 200.0), rounds=1)
+    moving = dataclasses.replace(steady, step_ms_range=(190.0, 230.0))
+    axes = Figure().subplots()
+    _bars(axes, [steady, moving], [200.0, 200.0], "{:.0f}", ranges=True)
+    (line,) = axes.get_lines()
+    assert list(line.get_xdata()) == [190.0, 230.0] and set(line.get_ydata()) == {1}

@@ -73,7 +73,8 @@ def summarize(spans: Sequence[Span], steps: int, timed_s: float) -> dict[str, An
 
     Returns:
         kernel_s: a kernel runs; copy_s: a copy runs; busy_s: either does; idle_s: what remains of
-        `timed_s`; kernels, copies: how many per step; top: [name, seconds, count] per step of the
+        `timed_s`; wall_s: from the first to the last, which timed steps should take as well, but for
+        what a profiler costs the host; kernels, copies: how many per step; top: [name, seconds, count] per step of the
         kernels that take longest.
     """
     kernels = [span for span in spans if span.kind == KERNEL]
@@ -91,10 +92,16 @@ def summarize(spans: Sequence[Span], steps: int, timed_s: float) -> dict[str, An
         "copy_s": covered(copies) / steps,
         "busy_s": busy_s,
         "idle_s": max(0.0, timed_s - busy_s),
+        "wall_s": _wall(spans) / steps,
         "kernels": len(kernels) / steps,
         "copies": len(copies) / steps,
         "top": [[name[:100], seconds, count] for name, (seconds, count) in top],
     }
+
+
+def _wall(spans: Sequence[Span]) -> float:
+    begun = min((span.start for span in spans), default=0.0)
+    return max((span.end for span in spans), default=0.0) - begun
 
 
 def covered(spans: Iterable[Span]) -> float:

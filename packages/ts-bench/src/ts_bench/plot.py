@@ -76,9 +76,10 @@ def _bars(axes, group, values, form, ranges=False) -> None:  # type: ignore[no-u
     for place, row, value in zip(places, group, values, strict=True):
         text = form.format(value) if value is not None else row.status
         end = value or 0.0
-        if ranges and row.step_ms_range is not None and row.rounds > 1:
-            axes.plot(row.step_ms_range, (place, place), color="black", linewidth=1)
-            end = row.step_ms_range[1]
+        low, high = row.step_ms_range or (0.0, 0.0)
+        if ranges and low < high:
+            axes.plot((low, high), (place, place), color="black", linewidth=1)
+            end = high
         axes.annotate(
             text,
             (end, place),
