@@ -73,9 +73,9 @@ def summarize(spans: Sequence[Span], steps: int, timed_s: float) -> dict[str, An
 
     Returns:
         kernel_s: a kernel runs; copy_s: a copy runs; busy_s: either does; idle_s: what remains of
-        `timed_s`; wall_s: from the first to the last, which timed steps should take as well, but for
-        what a profiler costs the host; kernels, copies: how many per step; top: [name, seconds, count] per step of the
-        kernels that take longest.
+        `timed_s`; wall_s: from the first to the last, as long as timed steps should be but for what
+        a profiler costs the host; kernels, copies: how many per step; top: [name, seconds, count]
+        per step of the kernels that take longest.
     """
     kernels = [span for span in spans if span.kind == KERNEL]
     copies = [span for span in spans if span.kind == COPY]
