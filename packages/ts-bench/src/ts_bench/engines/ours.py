@@ -21,6 +21,7 @@ from ts_bench.workload import (
     trainable,
 )
 from ts_core.errors import NotAvailableError, UnknownPluginError
+from ts_core.registry import codecs
 
 CHECKPOINTING = "checkpointing"
 LOSS_CHUNK_SIZE = 1024  # TrainStreamTrainer's default
@@ -83,7 +84,7 @@ class TrainStreamEngine:
             model.requires_grad_(True)
         optimizer = torch.optim.AdamW(trainable(model), lr=LEARNING_RATE)
         options: dict[str, Any] = dict(self._options)
-        _choose_products(model, options)
+        _choose_products(model, scenario.base, options)
         if scenario.max_grad_norm is not None:
             options["max_grad_norm"] = scenario.max_grad_norm
         if scenario.limit_bytes is not None:
@@ -107,17 +108,17 @@ class TrainStreamEngine:
         )
 
 
-def _choose_products(model: nn.Module, options: dict[str, Any]) -> None:
+def _choose_products(model: nn.Module, base: str, options: dict[str, Any]) -> None:
     """Take out of `options` what is no option of wrap()."""
     fp8_backward = options.pop("fp8_backward", None)
     if fp8_backward is None:
         return
-    try:
-        from ts_quant import configure_matmul
-    except ImportError as error:
-        raise UnsupportedError(f"fp8_backward needs ts-quant: {error}") from error
-    if not configure_matmul(model, fp8_backward=fp8_backward):
+    if base in PLAIN_DTYPES:
         raise UnsupportedError("fp8_backward: the base is not quantized")
+    configure = getattr(codecs.get(base), "configure_matmul", None)
+    if configure is None:
+        raise UnsupportedError(f"fp8_backward: products of {base!r} cannot be chosen")
+    configure(model, fp8_backward=fp8_backward)
 
 
 class Settled:
