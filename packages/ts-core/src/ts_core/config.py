@@ -261,7 +261,7 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _one_of("auto", False, None)(v) or _size(v),
         "'auto', False, None or bytes",
     ),
-    "peer": (lambda v: _one_of("auto", False, None)(v) or _size(v), "'auto', False, None or bytes"),
+    "peer": (lambda v: _one_of("auto", False, None)(v) or _size(v), "'auto', False or None"),
     "moment_dtype": (
         _one_of("auto", "float32", "bfloat16", "bf16", torch.bfloat16, "int8"),
         "'auto', 'float32', 'bfloat16', 'bf16', torch.bfloat16 or 'int8'",

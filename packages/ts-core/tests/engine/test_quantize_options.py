@@ -448,3 +448,19 @@ def test_only_layers_with_an_adapter_are_stored_for_one() -> None:
             assert "has no adapter" in row.reason
             other = plain.get_submodule(name.removesuffix(".weight"))
             assert torch.equal(layer.weight.dequantize(), other.weight.dequantize())
+
+
+@needs_codecs
+def test_a_model_without_blocks_is_refused_for_that() -> None:
+    frozen = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()).requires_grad_(False) for _ in range(4)]
+    model = nn.Sequential(*frozen, nn.Linear(64, 8))
+    words = r"^quantize='int8' needs a stack of blocks and none was found.*Pass blocks=\[...\]"
+    with pytest.raises(OptionError, match=words):
+        wrap(model, device="host", quantize="int8")
+    with pytest.raises(OptionError, match=words):
+        quantize_model(model, "int8")
+    trained = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(OptionError, match="no frozen linear weight in 2 blocks"):
+        wrap(trained, device="host", quantize="int8")
+    wrap(model, device="host", quantize="int8", blocks=list(model[:4]))
+    assert all(is_wrapper(block[0].weight) for block in model[:4])

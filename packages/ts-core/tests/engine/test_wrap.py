@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 
 from ts_core import OffloadAdamW, find_blocks, memory_report, unwrap, wrap
 from ts_core.config import WrapOptions, parse_bytes
+from ts_core.device import HostDevice
 from ts_core.engine.blocks import shared_parameters
+from ts_core.engine.wrap_checks import check_blocks
 from ts_core.errors import (
     NotAvailableError,
     OptionError,
@@ -202,6 +205,67 @@ def test_limit_too_small_for_one_block_is_refused_and_changes_nothing() -> None:
     wrap(model, vram_limit=size * 3, **HOST)
     with pytest.raises(OutOfBudgetError):
         wrap(tiny_model(), vram_limit=size * 3, param_offload=False, **HOST)
+
+
+def mixed() -> nn.Sequential:
+    """Four frozen blocks and a trained head, side by side: no stack of one class."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()).requires_grad_(False) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(64, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("param_offload", True),
+        ("activation_offload", 0.5),
+        ("recompute", True),
+        ("disk_offload", "x"),
+        ("vram_limit", "2MiB"),
+    ],
+)
+def test_options_that_need_blocks_say_so_where_there_are_none(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mixed()
+    with pytest.raises(OptionError) as caught:
+        wrap(model, **{**HOST, name: value})
+    text = str(caught.value)
+    assert (
+        text.startswith(f"{name}={value!r}")
+        and "needs a stack of blocks and none was found" in text
+    )
+    assert "Pass blocks=[...]" in text
+    assert not hasattr(model, "_trainstream_session") and not list(tmp_path.iterdir())
+    wrap(model, blocks=list(model[:4]), **{**HOST, name: value})
+
+
+def test_a_limit_of_a_gpu_needs_no_blocks() -> None:
+    class Gpu(HostDevice):
+        separate_memory = True
+
+    config = WrapOptions(vram_limit="2MiB")
+    check_blocks(mixed(), [], config, Gpu())
+    with pytest.raises(OptionError, match="on the host device"):
+        check_blocks(mixed(), [], config, HostDevice())
+
+
+def test_an_event_says_that_there_are_no_blocks() -> None:
+    def said(**options: Any) -> bool:
+        events = memory_report(wrap(mixed(), **HOST, **options)[0])["events"]
+        return any("no stack of blocks was found" in line for line in events)
+
+    assert said()
+    found = mixed()
+    model, _ = wrap(found, blocks=list(found[:4]), **HOST)
+    assert not any("no stack" in line for line in memory_report(model)["events"])
+
+
+def test_peer_names_only_what_works() -> None:
+    for value in (True, -1, 1 << 20):
+        with pytest.raises(OptionError) as caught:
+            wrap(tiny_model(), peer=value)
+        assert str(caught.value).endswith("Use 'auto', False or None.")
 
 
 def test_optimizer_kinds() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ts_core.config import WrapOptions
+from ts_core.engine.blocks import needs_stack
 from ts_core.errors import OptionError
 
 
@@ -71,6 +72,4 @@ def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
         )
     for name, value in (("activation_offload", offload), ("recompute", recompute)):
         if count == 0 and value != "auto" and value:
-            raise OptionError(
-                f"{name}={value!r} needs a stack of blocks and none was found. Pass blocks=[...]."
-            )
+            raise needs_stack(f"{name}={value!r}")

@@ -7,6 +7,19 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ts_core.errors import OptionError
+
+# What find_blocks() looks for.
+A_STACK = "a ModuleList or Sequential of two or more modules, all of one class"
+
+
+def needs_stack(option: str) -> OptionError:
+    """What to raise where `option` ("name=value") was given for a model without blocks."""
+    return OptionError(
+        f"{option} needs a stack of blocks and none was found ({A_STACK}). Pass blocks=[...], the "
+        f"modules of the model that repeat."
+    )
+
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The model's repeated stack: its largest ModuleList or Sequential of one type.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ts_core.device import Device, HostDevice
+from ts_core.engine.blocks import find_blocks, needs_stack
 from ts_core.engine.experts_layer import StackedExperts
 from ts_core.engine.experts_store import experts_in, plain_stacks, store_experts
 from ts_core.engine.served import serve_decoded
@@ -77,16 +78,16 @@ def quantize_model(
 
     Raises:
         UnknownPluginError: no installed package offers the codec.
-        OptionError: there is no frozen linear weight in the blocks, or an option that the codec
-            does not take.
+        OptionError: there are no blocks, or no frozen linear weight in them, or an option that
+            the codec does not take.
     """
-    from ts_core.engine.blocks import find_blocks
-
     codec = codecs.get(quantize)
     stack = find_blocks(model) if blocks is None else list(blocks)
     work = device or HostDevice()
     frozen, already = _frozen_linears(model, stack)
     experts = experts_in(model, stack)
+    if not stack:
+        raise needs_stack(f"quantize={quantize!r}")
     if not frozen and not already and not plain_stacks(experts):
         raise OptionError(
             f"quantize={quantize!r} found no frozen linear weight in {len(stack)} blocks. Freeze "

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ts_core.config import WrapOptions
+from ts_core.device import Device
+from ts_core.engine.blocks import needs_stack
 from ts_core.engine.meta_loading import meta_tensors
 from ts_core.engine.no_copies import refuses_copies
 from ts_core.engine.session import ATTRIBUTE
@@ -73,8 +75,10 @@ def check_state(
         )
 
 
-def check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOptions) -> None:
-    """Refuse blocks that are not of the model, and indices beyond them."""
+def check_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], config: WrapOptions, device: Device
+) -> None:
+    """Refuse blocks that are not of the model, indices beyond them, and options that need some."""
     inside = {id(module) for module in model.modules()}
     for index, block in enumerate(blocks):
         if id(block) not in inside:
@@ -90,10 +94,12 @@ def check_blocks(model: nn.Module, blocks: Sequence[nn.Module], config: WrapOpti
                 f"indices from 0 to {len(blocks) - 1}."
             )
     if not blocks and (asked is True or asked not in ("auto", False, 0)):
-        raise OptionError(
-            f"param_offload={asked!r} needs a stack of blocks and none was found. Pass "
-            f"blocks=[...]."
-        )
+        raise needs_stack(f"param_offload={asked!r}")
+    if not blocks and config.disk_offload is not None:
+        raise needs_stack(f"disk_offload={str(config.disk_offload)!r}")
+    # On a GPU a limit bounds all memory, with blocks or without.
+    if not blocks and config.vram_limit is not None and not device.separate_memory:
+        raise needs_stack(f"vram_limit={config.vram_limit!r} on the host device")
 
 
 def check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> None:

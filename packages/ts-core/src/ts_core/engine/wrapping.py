@@ -13,7 +13,7 @@ from ts_core.config import WrapOptions
 from ts_core.device import Device, resolve_device
 from ts_core.engine.activation_options import check_activation_options
 from ts_core.engine.assembling import assemble
-from ts_core.engine.blocks import find_blocks
+from ts_core.engine.blocks import A_STACK, find_blocks
 from ts_core.engine.codec_choice import choose_codec
 from ts_core.engine.experts import (
     StackedExperts,
@@ -104,12 +104,17 @@ def _wrap(
 ) -> tuple[ModelT, OffloadAdamW]:
     device = _device_for(model, config)
     blocks = list(config.blocks) if config.blocks is not None else find_blocks(model)
-    check_blocks(model, blocks, config)
+    check_blocks(model, blocks, config, device)
     check_activation_options(config.activation_offload, config.recompute, len(blocks))
     experts = experts_to_page(model, config.moe_paging)
     check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
+    if not blocks:
+        log(
+            f"blocks: no stack of blocks was found ({A_STACK}), so nothing streams. Pass "
+            f"blocks=[...], the modules of the model that repeat"
+        )
     if config.loader is not None and loading is None:
         log("loader: nothing to do, since nothing of the model is on the meta device")
     if config.vram_limit_bytes is not None:
