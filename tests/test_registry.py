@@ -78,6 +78,24 @@ def test_unknown_name_lists_installed_ones_and_the_install_line() -> None:
     assert isinstance(caught.value, LookupError)
 
 
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("int4", "Did you mean 'nf4'?"),  # as many bits, though 'int8' is spelled more alike
+        ("fp4", "Did you mean 'nvfp4'?"),
+        ("in8", "Did you mean 'int8'?"),
+        ("int16", "Did you mean 'int8'?"),
+        ("none8", "). Add the package"),
+    ],
+)
+def test_the_name_suggested_for_an_unknown_one_is_of_as_many_bits(asked: str, hint: str) -> None:
+    installed = ("fp8", "fp8_row", "int8", "mxfp4", "nf4", "nvfp4")
+    found = _registry(*(_entry(name, "x:A") for name in installed))
+    with pytest.raises(errors.UnknownPluginError) as caught:
+        found.get(asked)
+    assert hint in str(caught.value)
+
+
 def test_unknown_name_with_nothing_installed_says_none() -> None:
     with pytest.raises(errors.UnknownPluginError, match=r"installed: none\)\. Add the package"):
         _registry().get("nf4")

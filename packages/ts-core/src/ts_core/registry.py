@@ -8,6 +8,7 @@ for those who use it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -83,7 +84,7 @@ class Registry:
         found = [entry for entry in self._find(self.group) if entry.name == name]
         if not found:
             listed = ", ".join(self.names()) or "none"
-            near = difflib.get_close_matches(name, self.names(), 1)
+            near = _closest(name, self.names())
             hint = f"Did you mean {near[0]!r}? If not, add" if near else "Add"
             raise UnknownPluginError(
                 f"no installed package offers the {noun} {name!r} (installed: {listed}). "
@@ -113,6 +114,15 @@ class Registry:
                 f"that agree."
             )
         return plugin
+
+
+def _closest(name: str, names: list[str]) -> list[str]:
+    """The name that was meant, perhaps: for "int4" rather another of 4 than "int8"."""
+    digits = re.findall(r"\d+", name)
+    alike = [other for other in names if digits and re.findall(r"\d+", other) == digits]
+    return difflib.get_close_matches(name, alike, 1, 0.5) or difflib.get_close_matches(
+        name, names, 1
+    )
 
 
 def _installed(group: str) -> Iterable[EntryPoint]:

@@ -196,6 +196,45 @@ def test_wrap_takes_the_options_and_plans_with_their_bytes() -> None:
 
 
 @needs_codecs
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("before", "asked", "reported", "event"),
+    [
+        ("fp8_row", "none", "fp8", "6 weights of the blocks are stored as fp8"),
+        ("fp8_row", "nf4", "fp8", "6 {} fp8 already and stay so (0 others stored as nf4)"),
+        ("nf4", "nf4", "nf4", "6 {} nf4 already and stay so (0 others stored as nf4)"),
+        (None, "fp8_row", "fp8", "6 weights stored as fp8_row"),
+        (None, "none", None, None),
+    ],
+)
+def test_the_report_names_the_codec_of_the_weights_and_an_event_what_stays(
+    before: str | None, asked: str, reported: str | None, event: str | None, offload: bool
+) -> None:
+    model = tiny_model(3, WIDTH)
+    if before is not None:
+        quantize_model(model, before)
+    wrap(model, device="host", quantize=asked, param_offload=offload)
+    report = memory_report(model)
+    assert report["params"]["quantize"] == reported
+    said = [line for line in report["events"] if line.startswith("quantize: ")]
+    words = "weights of the blocks are stored as"
+    assert said == ([] if event is None else ["quantize: " + event.replace("{}", words)])
+
+
+@needs_codecs
+def test_of_several_codecs_all_are_named_and_only_plain_weights_are_stored() -> None:
+    model = tiny_model(3, WIDTH)
+    quantize_model(model, "int8", blocks=[model.layers[0]])
+    wrap(model, device="host", quantize="nf4", param_offload=False)
+    report = memory_report(model)
+    assert report["params"]["quantize"] == "int8+nf4"
+    assert (
+        "quantize: 2 weights of the blocks are stored as int8 already and stay so "
+        "(4 others stored as nf4)"
+    ) in report["events"]
+
+
+@needs_codecs
 def test_wrap_streams_weights_stored_before() -> None:
     """Pre-quantized weights through wrap(): same loss and gradients as resident."""
     tokens = torch.randint(0, 37, (2, 6))

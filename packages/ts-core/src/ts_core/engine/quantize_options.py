@@ -24,7 +24,8 @@ def quantize_options(
     if codec_name is None:
         for option, default in _UNUSED:
             if getattr(config, option) not in (default, None):
-                log(f"{option}={getattr(config, option)!r}: nothing to do, no weight is quantized")
+                value = getattr(config, option)
+                log(f"{option}={value!r}: nothing to do, wrap() quantizes no weight")
         return {}
     if config.error_iters != 1 and not config.error_rank:
         log(f"error_iters={config.error_iters}: nothing to do with error_rank=0")

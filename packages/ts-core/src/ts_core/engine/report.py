@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ts_core.engine.served import stored_codecs
 from ts_core.engine.session import ATTRIBUTE, TrainStreamSession
 from ts_core.errors import StateError
 from ts_core.memory.arena import pinned_stats
@@ -25,8 +26,9 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         gpu (allocated, reserved, peak_allocated; on the host device of the streaming pool),
         pinned (bytes), pinned_by_tag; with a model also events, transfers (bytes and copies by
         direction), optimizer, resident (bytes of blocks and slots on the device), params
-        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantize, quantized_blocks,
-        table_bytes, of input embeddings in host memory;
+        (paged_blocks, block_bytes, load_bytes, loads, demand_loads, quantized_blocks,
+        quantize, the codecs in which weights of the blocks are stored, whoever stored them, joined
+        by "+", or None; table_bytes, of input embeddings in host memory;
         outliers, the share of input channels that stored weights were given;
         bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
         disk_bytes, kept there, and disk_read_bytes),
@@ -109,7 +111,7 @@ def _params(session: TrainStreamSession) -> dict[str, Any]:
     stats = None if pager is None else pager.stats
     return {
         "paged_blocks": list(session.plan.paged),
-        "quantize": session.quantized.get("codec"),
+        "quantize": "+".join(stored_codecs(session.blocks)) or None,
         "quantized_blocks": sum(
             not can_guard(list(block.parameters())) for block in session.blocks
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,9 +64,35 @@ def _decode_weight(
 
 def holds_stored(blocks: Iterable[nn.Module]) -> bool:
     """Whether some frozen weight of the blocks is stored by a codec."""
-    return any(
-        bool(_codecs_of([p])) for block in blocks for p in block.parameters() if is_wrapper(p)
-    )
+    return bool(stored_codecs(blocks))
+
+
+def stored_codecs(blocks: Iterable[nn.Module]) -> dict[str, int]:
+    """How many weights of the blocks are stored in which codec, as the weights themselves say."""
+    stored = {id(p): p for block in blocks for p in block.parameters() if is_wrapper(p)}
+    found = Counter(name for p in stored.values() for name in _codecs_of([p]))
+    return dict(sorted(found.items()))
+
+
+def log_stored(
+    before: dict[str, int], codec: str | None, count: int, log: Callable[[str], None]
+) -> None:
+    """Say what `quantize_model` stored, and what it left as it was.
+
+    Args:
+        before: `stored_codecs` before it.
+        codec: that it was called with; None when it was not.
+        count: weights that it stored.
+        log: where to say it.
+    """
+    if before:
+        there = f"{sum(before.values())} weights of the blocks are stored as {'+'.join(before)}"
+        if codec is None:
+            log(f"quantize: {there}")
+        else:
+            log(f"quantize: {there} already and stay so ({count} others stored as {codec})")
+    elif codec is not None:
+        log(f"quantize: {count} weights stored as {codec}")
 
 
 def serve_stored(model: nn.Module) -> None:

@@ -34,7 +34,14 @@ from ts_core.engine.planning import (
 from ts_core.engine.quantize import quantize_model
 from ts_core.engine.quantize_options import quantize_options
 from ts_core.engine.residence import plan_with_tables, staying
-from ts_core.engine.served import configure_products, holds_stored, serve_stored, start_adapters
+from ts_core.engine.served import (
+    configure_products,
+    holds_stored,
+    log_stored,
+    serve_stored,
+    start_adapters,
+    stored_codecs,
+)
 from ts_core.engine.session import ATTRIBUTE, EventLog, TrainStreamSession
 from ts_core.engine.tables import HostTables, lookup_tables
 from ts_core.engine.wrap_checks import (
@@ -144,6 +151,7 @@ def _within(
     codec = choose_codec(model, blocks, device, config, log, moments, experts, optimizer)
     options = quantize_options(config, codec, log)
     quantized: dict[str, Any] = {}
+    before = stored_codecs(blocks)
     if codec is not None:
         quantized = quantize_model(
             model,
@@ -153,13 +161,12 @@ def _within(
             block_size=config.quant_block_size,
             **options,
         )
-        log(f"quantize: {quantized['tensors']} weights stored as {codec}")
+    log_stored(before, codec, quantized.get("tensors", 0), log)
     serve_stored(model)
     quantized["outliers"] = configure_products(model, config, log)
     if loading is not None:
         loading.fill_adapters(model)
     start_adapters(model, log)
-    quantized["codec"] = codec
     model, wrapped = _start(
         model, optimizer, blocks, device, config, log, quantized, moments, experts, loading
     )
