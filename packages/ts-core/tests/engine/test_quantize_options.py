@@ -339,6 +339,35 @@ def test_what_was_said_of_products_before_wrapping_is_kept(options: dict[str, An
 
 
 @needs_codecs
+@pytest.mark.parametrize(
+    ("codec", "early", "expected"),
+    [
+        ("fp8", {"tensor_cores": True}, ["FP8 products: 4 of 4 {}; input gradients: 4"]),
+        ("nvfp4", {}, ["NVFP4 products: 4 of 4 {}; input gradients: 0 (4: nvfp4_backward=False)"]),
+        (
+            "fp8_row",
+            {},
+            [
+                "FP8 products: 0 of 4 {} (4: fewer than 2097152 weights and tensor_cores='auto'); "
+                "input gradients: 0"
+            ],
+        ),
+        ("nf4", {"tensor_cores": True}, []),
+    ],
+)
+def test_an_event_says_how_many_products_run_on_tensor_cores(
+    codec: str, early: dict[str, bool], expected: list[str]
+) -> None:
+    model = tiny_model(2, WIDTH).bfloat16()
+    quantize_model(model, codec)
+    codecs.get(codec).configure_matmul(model, fp8_backward=True, **early)
+    with codecs.get(codec).emulate_tensor_cores():
+        wrap(model, device="host", quantize="none")
+    said = [line for line in memory_report(model)["events"] if "products: " in line]
+    assert said == [line.replace("{}", "matrices on tensor cores") for line in expected]
+
+
+@needs_codecs
 @pytest.mark.parametrize("asked, share", [(True, 0.01), (0.05, 0.05), (0, 0.0), (None, 0.0)])
 def test_the_report_has_the_share_of_outliers_that_weights_were_given(
     asked: Any, share: float

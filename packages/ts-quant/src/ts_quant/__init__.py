@@ -28,6 +28,7 @@ from ts_quant.loftq import LoftQResult, loftq
 from ts_quant.lora_start import ErrorStart, init_lora_from_error
 from ts_quant.matmul.dispatch import emulate_tensor_cores
 from ts_quant.matmul.options import MatmulOptions, configure_matmul
+from ts_quant.matmul.report import MatmulReport, matmul_report
 from ts_quant.measure import ErrorStats, error
 from ts_quant.merge import MatrixMerge, MergeReport, merge_weight
 from ts_quant.outliers import worst_channels
@@ -51,6 +52,7 @@ __all__ = [
     "KernelError",
     "LoftQResult",
     "MatmulOptions",
+    "MatmulReport",
     "MatrixMerge",
     "MatrixReport",
     "MergeReport",
@@ -75,6 +77,7 @@ __all__ = [
     "iterate_quantized",
     "load_quantized",
     "loftq",
+    "matmul_report",
     "merge_weight",
     "plan_reading",
     "quantize",

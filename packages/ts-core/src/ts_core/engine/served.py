@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ts_core.config import WrapOptions
@@ -139,9 +140,7 @@ def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str
     if not any(wanted.values()):
         return 0.0
     told = ", ".join(f"{name}={value!r}" for name, value in wanted.items() if value)
-    stored = [p for p in model.parameters() if is_wrapper(p)]
-    offered = (getattr(codecs.get(name), "configure_matmul", None) for name in _codecs_of(stored))
-    configure = next((offer for offer in offered if offer is not None), None)
+    configure = _offered(model, "configure_matmul")
     if configure is None:
         log(f"{told}: nothing to do, no stored weight has such products")
         return 0.0
@@ -153,6 +152,21 @@ def configure_products(model: nn.Module, config: WrapOptions, log: Callable[[str
     if config.outliers is True or config.outliers == "auto":
         return OUTLIER_SHARE
     return float(config.outliers or 0.0)
+
+
+def log_products(model: nn.Module, device: torch.device, log: Callable[[str], None]) -> None:
+    """Say how many stored weights are multiplied in their own format, where a codec can tell."""
+    summarize = _offered(model, "tensor_core_summary")
+    said = None if summarize is None else summarize(model, device)
+    if said is not None:
+        log(said)
+
+
+def _offered(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """What the codecs of the stored weights have by that name: of the first that has it."""
+    stored = [p for p in model.parameters() if is_wrapper(p)]
+    offered = (getattr(codecs.get(codec), name, None) for codec in _codecs_of(stored))
+    return next((offer for offer in offered if offer is not None), None)
 
 
 def _codecs_of(stored: list[nn.Parameter]) -> list[str]:

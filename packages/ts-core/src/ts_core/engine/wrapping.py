@@ -37,6 +37,7 @@ from ts_core.engine.residence import plan_with_tables, staying
 from ts_core.engine.served import (
     configure_products,
     holds_stored,
+    log_products,
     log_stored,
     serve_stored,
     start_adapters,
@@ -172,6 +173,7 @@ def _within(
     )
     session: TrainStreamSession = getattr(model, ATTRIBUTE)
     try:
+        log_products(model, device.torch_device, log)
         patches += patches_chosen(config, holds_stored(blocks), device, log)
         session.patches = apply_patches(patches, model, blocks, device, log)
     except BaseException:

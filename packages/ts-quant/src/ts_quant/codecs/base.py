@@ -152,6 +152,14 @@ class Codec(ABC):
         return configure_matmul(model, **options)
 
     @staticmethod
+    def tensor_core_summary(model: nn.Module, device: torch.device) -> str | None:
+        """`ts_quant.matmul_report` in a line; None where no weight's format is multiplied."""
+        from ts_quant.matmul.report import matmul_report
+
+        report = matmul_report(model, device)
+        return str(report) if report.codecs else None
+
+    @staticmethod
     def emulate_tensor_cores() -> AbstractContextManager[None]:
         """`ts_quant.emulate_tensor_cores`: on a CPU, products as tensor cores compute them."""
         from ts_quant.matmul.dispatch import emulate_tensor_cores

@@ -88,7 +88,8 @@ def configure_matmul(
             None: as each weight has it (False at first).
 
     Returns:
-        How many weights were set.
+        How many weights were set, those that it makes no difference to included: `matmul_report`
+        counts the products that run on tensor cores, and says why the others do not.
 
     Raises:
         OptionError: a value that is not accepted.
