@@ -111,7 +111,7 @@ def test_a_mask_or_positions_keep_torchs_order(name: str) -> None:
 
 
 def test_none_and_auto_without_a_gpu_change_nothing() -> None:
-    for asked in (None, "auto", "cudnn"):
+    for asked in (None, "auto", "cudnn", "efficient", "flash"):
         model, usual = Attends(), order()
         made, said = choice(asked, model)
         model(torch.randn(2, 12, 16))

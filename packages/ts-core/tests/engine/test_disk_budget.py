@@ -12,7 +12,7 @@ import torch
 
 from ts_core import memory_report, unwrap, wrap
 from ts_core.engine import assembling, hosting, planning
-from ts_core.errors import OutOfBudgetError
+from ts_core.errors import OptionError, OutOfBudgetError
 from ts_core.memory.budget import PageLockBudget
 from ts_core.testing import TinyModel, tiny_model, train
 
@@ -168,3 +168,55 @@ def test_a_wrap_that_fails_late_leaves_no_hooks_threads_or_files(
     model, optimizer = wrap(model, disk_offload=tmp_path, **options)
     train(model, optimizer, 1)
     unwrap(model)
+
+
+@pytest.mark.parametrize(
+    ("paged", "full", "why"),
+    [
+        ([], False, "none streams"),
+        (True, False, "the page-lock budget of 1024.0 MiB has room for all"),
+        (True, True, "those that stream hold trained weights, which stay in memory"),
+    ],
+)
+def test_one_event_says_why_no_block_is_on_disk(
+    machine: Callable[[int, int], None], tmp_path: Path, paged: Any, full: bool, why: str
+) -> None:
+    machine(1 << 34, (1 << 30) - 1)
+    model, optimizer = wrap(
+        tiny_model(4, 64, full=full),
+        device="host",
+        quantize="none",
+        param_offload=paged,
+        disk_offload=tmp_path,
+    )
+    train(model, optimizer, 2)
+    report = memory_report(model)
+    assert [line for line in report["events"] if line.startswith("disk_offload")] == [
+        f"disk_offload: no block is on disk, since {why}"
+    ]
+    assert report["params"]["disk_blocks"] == []
+
+
+def test_no_such_event_where_blocks_are_on_disk_or_no_directory_was_given(
+    machine: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"device": "host", "quantize": "none", "param_offload": True}
+    machine(1 << 34, 1 << 30)
+    models = [wrap(tiny_model(4, 64), **options)[0]]
+    machine(1 << 34, 0)
+    models.append(wrap(tiny_model(4, 64), disk_offload=tmp_path, **options)[0])
+    assert [len(memory_report(model)["params"]["disk_blocks"]) for model in models] == [0, 4]
+    for model in models:
+        assert not any("no block is on disk" in line for line in memory_report(model)["events"])
+        unwrap(model)
+
+
+def test_a_directory_is_made_or_refused_where_nothing_goes_to_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "host", "quantize": "none"}
+    wrap(tiny_model(), disk_offload=tmp_path / "new" / "one", **options)
+    assert (tmp_path / "new" / "one").is_dir()
+    (tmp_path / "file").write_text("")
+    model = tiny_model()
+    with pytest.raises(OptionError, match=r"disk_offload='.*/file/x' cannot be used.*Name a dir"):
+        wrap(model, disk_offload=tmp_path / "file" / "x", **options)
+    assert not hasattr(model, "_trainstream_session")

@@ -382,6 +382,23 @@ def test_every_auto_that_stays_off_says_so() -> None:
     assert "activation_offload='auto': other activations stay" in events
 
 
+@pytest.mark.parametrize("mode", ["gpu", "hybrid", "auto", "cpu"])
+@pytest.mark.parametrize("made_before", [False, True])
+def test_an_update_by_a_gpu_that_is_not_there_says_so(mode: str, made_before: bool) -> None:
+    model = tiny_model()
+    if made_before:
+        trained = [param for param in model.parameters() if param.requires_grad]
+        model, _ = wrap(model, OffloadAdamW(trained, mode=mode), **HOST)
+    else:
+        model, _ = wrap(model, optimizer_mode=mode, **HOST)
+    said = [line for line in memory_report(model)["events"] if line.startswith("optimizer_mode")]
+    expected = (
+        f"optimizer_mode={mode!r}: there is no GPU, so host threads compute the same updates; "
+        f"nothing is faster by it"
+    )
+    assert said == ([] if mode == "cpu" else [expected])
+
+
 def test_find_blocks() -> None:
     model = tiny_model(depth=3)
     assert find_blocks(model) == list(model.layers)

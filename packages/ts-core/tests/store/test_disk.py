@@ -14,7 +14,7 @@ import torch
 
 from ts_core.errors import DataError, OptionError, OutOfBudgetError
 from ts_core.store import disk
-from ts_core.store.disk import DiskFile, DiskFolder
+from ts_core.store.disk import DiskFile, DiskFolder, usable_directory
 
 Numbers = Callable[[int, int], torch.Tensor]
 
@@ -139,3 +139,12 @@ def test_an_unusable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=r"disk_offload='.*file'.*Name a directory"):
         DiskFolder(tmp_path / "file")
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usable_directory(tmp_path / "a" / "b").is_dir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may do all
+    with pytest.raises(OptionError, match=r"disk_offload='.*/b' cannot be used: .*denied"):
+        usable_directory(tmp_path / "a" / "b")

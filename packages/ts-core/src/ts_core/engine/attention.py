@@ -73,6 +73,9 @@ class AttentionChoice:
         if not device.separate_memory and self.backend in ("efficient", "cudnn"):
             say(f"attention={asked!r}: torch's own order, as that kernel needs a GPU")
             self.backend = None
+        if not device.separate_memory and self.backend == "flash":
+            say("attention='flash': torch's own order, which has its flash kernel first on the CPU")
+            self.backend = None
         self.timings_ms: dict[str, float] = {}
         self._device = device
         self._say = say

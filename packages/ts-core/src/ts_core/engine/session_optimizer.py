@@ -41,6 +41,11 @@ def session_optimizer(
         "distributed": config.distributed,
     }
     made = _made(model, optimizer, session, shared)
+    if made.mode != "cpu" and not session.device.separate_memory:
+        session.log(
+            f"optimizer_mode={made.mode!r}: there is no GPU, so host threads compute the same "
+            f"updates; nothing is faster by it"
+        )
     made.guard_params = config.guard_params
     made.headroom = config.vram_headroom
     return made

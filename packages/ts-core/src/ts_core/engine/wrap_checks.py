@@ -95,8 +95,12 @@ def check_blocks(
             )
     if not blocks and (asked is True or asked not in ("auto", False, 0)):
         raise needs_stack(f"param_offload={asked!r}")
-    if not blocks and config.disk_offload is not None:
-        raise needs_stack(f"disk_offload={str(config.disk_offload)!r}")
+    if config.disk_offload is not None:
+        if not blocks:
+            raise needs_stack(f"disk_offload={str(config.disk_offload)!r}")
+        from ts_core.store.disk import usable_directory
+
+        usable_directory(config.disk_offload)
     # On a GPU a limit bounds all memory, with blocks or without.
     if not blocks and config.vram_limit is not None and not device.separate_memory:
         raise needs_stack(f"vram_limit={config.vram_limit!r} on the host device")

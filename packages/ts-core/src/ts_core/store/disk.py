@@ -38,6 +38,25 @@ _NO_ROOM = (
 )
 
 
+def usable_directory(directory: str | os.PathLike[str]) -> Path:
+    """The directory, made when it does not exist.
+
+    Raises:
+        OptionError: it cannot be made, or not written to.
+        NotAvailableError: the system has no positioned reads (Windows).
+    """
+    if not hasattr(os, "preadv"):
+        raise NotAvailableError("disk_offload needs os.preadv, which this system lacks.")
+    place = Path(directory).expanduser()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    except OSError as error:
+        raise _unusable(directory, error) from error
+    return place
+
+
 class DiskFolder:
     """A folder of this process in `directory`, for files that outlive nothing.
 
@@ -59,18 +78,12 @@ class DiskFolder:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        if not hasattr(os, "preadv"):
-            raise NotAvailableError("disk_offload needs os.preadv, which this system lacks.")
-        place = Path(directory).expanduser()
+        place = usable_directory(directory)
         try:
-            place.mkdir(parents=True, exist_ok=True)
             self.removed = remove_stale_folders(place)
             self.path, lock = make_locked_folder(place)
         except OSError as error:
-            raise OptionError(
-                f"disk_offload={str(directory)!r} cannot be used: {error}. Name a directory that "
-                f"can be written to, on a local disk."
-            ) from error
+            raise _unusable(directory, error) from error
         self.in_memory = _in_memory(self.path)
         self.readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trainstream-disk")
         self._remove = weakref.finalize(
@@ -189,6 +202,13 @@ class DiskFile:
                 f"weights cannot be read from {self.path}: {error}. Check the disk; training can "
                 f"go on from the last checkpoint, with disk_offload on another disk."
             ) from error
+
+
+def _unusable(directory: str | os.PathLike[str], error: OSError) -> OptionError:
+    return OptionError(
+        f"disk_offload={str(directory)!r} cannot be used: {error}. Name a directory that can be "
+        f"written to, on a local disk."
+    )
 
 
 def _remove_own(path: Path, owner: int, lock: int, readers: ThreadPoolExecutor) -> None:

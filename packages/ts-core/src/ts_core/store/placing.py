@@ -89,6 +89,7 @@ class ImageStore:
         self._folder: DiskFolder | None = None
         self._images: list[BlockImage] = []
         self._refused = 0
+        self._said = ""  # why no block is on disk, last
         self._past_reads = {"memory": 0, "staged": 0, "disk": 0}
 
     def build(self, leaves: Mapping[int, Sequence[Leaf]]) -> list[BlockImage]:
@@ -105,6 +106,7 @@ class ImageStore:
             OptionError: the directory cannot be used.
         """
         if not leaves:
+            self._report_no_disk()
             return []
         sizes = {index: lay_out(block)[1] for index, block in leaves.items()}
         if self._through_ring and self._stager is None:
@@ -263,7 +265,24 @@ class ImageStore:
             raise
         return images
 
+    def _report_no_disk(self) -> None:
+        """Where there is a directory and nothing in it: why."""
+        if self._directory is None or self.blocks_in("disk"):
+            return
+        frozen = [image for image in self._images if not image.homes]
+        why = f"the page-lock budget of {_in_words(self._budget.size_bytes)} has room for all"
+        if not self._images:
+            why = "none streams"
+        elif not frozen:
+            why = "those that stream hold trained weights, which stay in memory"
+        elif len(frozen) < len(self._images):
+            why += " but those that hold trained weights, which stay in memory"
+        if why != self._said:
+            self._said = why
+            self._log(f"disk_offload: no block is on disk, since {why}")
+
     def _report(self) -> None:
+        self._report_no_disk()
         stored = self.stored()
         if stored.staged == stored.disk == self._refused == 0:
             return
