@@ -4,8 +4,9 @@ The figures are of an H200 (LoRA on 14B, 2048 tokens; `docs/benchmarks`). Where 
 take 61 ms a pass, FP8 ones take 44, decoding every weight takes 10, and turning blocks of 32 to row
 scales 9. The last two depend on the weights alone, and are as long as the bf16 products of some 300
 tokens. That is so for other formats and GPUs as well, within a third: decoding moves 2.5 to 3 bytes
-a weight, and what a GPU multiplies while it moves a byte differs little between them. Gradients in
-FP8 have no figure of a step yet: turning the weight to columns is counted as one such pass.
+a weight, and what a GPU multiplies while it moves a byte differs little between them. For gradients
+in FP8, turning the weight to columns is counted as one such pass: a step is then predicted to take
+17 ms less than with decoded weights, and took 28 ms less (251.2 and 222.7 ms).
 """
 
 from __future__ import annotations
