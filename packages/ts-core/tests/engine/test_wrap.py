@@ -217,8 +217,10 @@ def mixed() -> nn.Sequential:
     ("name", "value"),
     [
         ("param_offload", True),
+        ("param_offload", [0]),
         ("activation_offload", 0.5),
         ("recompute", True),
+        ("recompute", [0]),
         ("disk_offload", "x"),
         ("vram_limit", "2MiB"),
     ],
@@ -253,9 +255,10 @@ def test_a_limit_of_a_gpu_needs_no_blocks() -> None:
 def test_an_event_says_that_there_are_no_blocks() -> None:
     def said(**options: Any) -> bool:
         events = memory_report(wrap(mixed(), **HOST, **options)[0])["events"]
+        assert "cuda_graphs='auto': off, as no stack of blocks was found" in events
         return any("no stack of blocks was found" in line for line in events)
 
-    assert said()
+    assert said() and said(param_offload=[], recompute=[])
     found = mixed()
     model, _ = wrap(found, blocks=list(found[:4]), **HOST)
     assert not any("no stack" in line for line in memory_report(model)["events"])

@@ -63,6 +63,9 @@ def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
     Raises:
         OptionError: a block that does not exist, or no blocks at all.
     """
+    for name, value in (("activation_offload", offload), ("recompute", recompute)):
+        if count == 0 and value != "auto" and value:
+            raise needs_stack(f"{name}={value!r}")
     named = recompute if isinstance(recompute, list | tuple) else ()
     beyond = [index for index in named if index >= count]
     if beyond:
@@ -70,6 +73,3 @@ def check_activation_options(offload: Any, recompute: Any, count: int) -> None:
             f"recompute names blocks {beyond}, but the model has {count}. Use indices from 0 to "
             f"{count - 1}."
         )
-    for name, value in (("activation_offload", offload), ("recompute", recompute)):
-        if count == 0 and value != "auto" and value:
-            raise needs_stack(f"{name}={value!r}")

@@ -86,6 +86,8 @@ def check_blocks(
                 f"blocks[{index}] ({type(block).__name__}) is not a module of the model."
             )
     asked = config.param_offload
+    if not blocks and (asked is True or asked not in ("auto", False, 0, [], ())):
+        raise needs_stack(f"param_offload={asked!r}")
     if isinstance(asked, list | tuple):
         beyond = [index for index in asked if index >= len(blocks)]
         if beyond:
@@ -93,8 +95,6 @@ def check_blocks(
                 f"param_offload names blocks {beyond}, but the model has {len(blocks)}. Use "
                 f"indices from 0 to {len(blocks) - 1}."
             )
-    if not blocks and (asked is True or asked not in ("auto", False, 0)):
-        raise needs_stack(f"param_offload={asked!r}")
     if config.disk_offload is not None:
         if not blocks:
             raise needs_stack(f"disk_offload={str(config.disk_offload)!r}")

@@ -25,7 +25,10 @@ def recorder_for(device: Device) -> Recorder | None:
 def replay_for(session: TrainStreamSession, model: nn.Module) -> BlockReplay | None:
     """The replay that a session's options ask for, if any; says why not."""
     asked, say = session.config.cuda_graphs, session.log
-    if asked is False or not session.blocks:
+    if asked is False:
+        return None
+    if not session.blocks:
+        say(f"cuda_graphs={asked!r}: off, as no stack of blocks was found")
         return None
     recorder = recorder_for(session.device)
     if recorder is None:
