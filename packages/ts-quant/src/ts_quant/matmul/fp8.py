@@ -34,18 +34,28 @@ GROUPS_PADDED = "groups padded"
 scales are padded; it is tried by itself."""
 
 
+def layout_kind(spec: QuantSpec, columns: int) -> tuple[str, int, int] | None:
+    """How x is quantized for a weight of so many columns that is stored so, and what its rows and
+    columns must be multiples of; None where no product takes that layout."""
+    if spec.codec != "fp8":
+        return None
+    if spec.scales == "e8m0":
+        return ROWS, 16, 32
+    if (spec.rows, spec.block_size) == (1, columns):
+        return ROWS, 16, 16
+    return (GROUPS, GROUP, GROUP) if (spec.rows, spec.block_size) == (GROUP, GROUP) else None
+
+
 def activation_kind(spec: QuantSpec, shape: Sequence[int], n_tokens: int) -> str | None:
     """How x must be quantized for a product with such a weight, or None where there is none."""
     n, k = shape
-    if spec.codec != "fp8" or n % 16 or k % 16:
+    found = layout_kind(spec, k)
+    if found is None:
         return None
-    if spec.scales == "e8m0":
-        return ROWS if k % 32 == 0 else None
-    if spec.rows == 1 and spec.block_size == k:
-        return ROWS
-    if (spec.rows, spec.block_size) == (GROUP, GROUP):
-        return GROUPS if k % GROUP == 0 and n % GROUP == 0 and n_tokens % 4 == 0 else None
-    return None
+    kind, rows, columns = found
+    if n % rows or k % columns or (kind == GROUPS and n_tokens % 4):
+        return None
+    return kind
 
 
 _TRIED: dict[tuple[torch.device, str], bool] = {}

@@ -26,6 +26,7 @@ from ts_quant.codecs.fp4 import e2m1_codes
 from ts_quant.codecs.scales import LAYOUTS, UnitRange
 
 BLOCK = 16
+MULTIPLE = 32  # of which rows and columns of a weight must be
 _UNIT = UnitRange(6.0, round_up=False)
 
 
@@ -41,7 +42,7 @@ def supported(device: torch.device) -> bool:
 def takes(spec: QuantSpec, shape: Sequence[int]) -> bool:
     """Whether a weight's blocks run along its rows, in sizes the hardware takes."""
     n, k = shape
-    return spec.codec == "nvfp4" and n % 32 == 0 and k % 32 == 0
+    return spec.codec == "nvfp4" and n % MULTIPLE == 0 and k % MULTIPLE == 0
 
 
 def swizzle(scale: Tensor) -> Tensor:

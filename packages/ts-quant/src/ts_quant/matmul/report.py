@@ -11,8 +11,7 @@ from torch import nn
 
 from ts_quant.codecs.base import QuantSpec
 from ts_quant.errors import OptionError
-from ts_quant.matmul import dispatch, fp8, options
-from ts_quant.matmul.rows import GROUP
+from ts_quant.matmul import dispatch, fp8, nvfp4, options
 
 if TYPE_CHECKING:
     from ts_quant.tensor import QuantTensor
@@ -132,12 +131,9 @@ def _why_decoded(weight: QuantTensor, device: torch.device, tokens: int, dtype: 
 def _units(spec: QuantSpec, columns: int) -> tuple[int, int] | None:
     """Rows and columns that products with such a weight take multiples of; None: there are none."""
     if spec.codec == dispatch.NVFP4:
-        return 32, 32
-    if spec.scales == "e8m0":
-        return 16, 32
-    if (spec.rows, spec.block_size) == (1, columns):
-        return 16, 16
-    return (GROUP, GROUP) if (spec.rows, spec.block_size) == (GROUP, GROUP) else None
+        return nvfp4.MULTIPLE, nvfp4.MULTIPLE
+    found = fp8.layout_kind(spec, columns)
+    return None if found is None else found[1:]
 
 
 def _why_gradient_decoded(weight: QuantTensor, device: torch.device, tokens: int) -> str:
