@@ -156,7 +156,8 @@ for dtype in (torch.float32, torch.bfloat16):
     (x @ x).sum().backward()
     del x
 torch.cuda.synchronize()
-assert torch.cuda.memory_allocated() == before, (before, torch.cuda.memory_allocated())
+# Not more; less, where torch had not yet seen that another stream was done with something.
+assert torch.cuda.memory_allocated() <= before, (before, torch.cuda.memory_allocated())
 """
     )
 

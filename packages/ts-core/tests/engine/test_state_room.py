@@ -15,6 +15,7 @@ from ts_core.engine.state_room import StateRoom, worth
 from ts_core.optim.rates import Rates
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.plan import Work
+from ts_core.schedule.rates import TYPICAL_GPU
 from ts_core.testing import TinyModel, TrainingRecord, tiny_model, train
 
 GB = 10**9
@@ -49,7 +50,10 @@ def test_what_was_pledged_goes_down_as_state_arrives() -> None:
     room = StateRoom(session, None)
     assert room() == 0
     measured = [BlockActivations(4096, 0, 320)]
+    assert room.forward_s == 0.0
     assert room.pledge(measured, 3000) == room() == 3000
+    tokens = 320 / (8 * 4)
+    assert room.forward_s == 2 * tokens * 8 * 8 / TYPICAL_GPU.matmul_bf16
     assert len(said) == 1 and "for optimizer state" in said[0]
     taken[0] = 1100
     assert room() == 2000
@@ -57,6 +61,9 @@ def test_what_was_pledged_goes_down_as_state_arrives() -> None:
     assert room() == 0
     optimizer.state_away = lambda: None  # no split
     assert room.pledge(measured, 3000) == room() == 0
+    room.forward_s = 0.0
+    assert room.pledge(measured, -1) == 0
+    assert room.forward_s > 0.0  # known where there is no room, too
 
 
 class Accelerator(HostDevice):

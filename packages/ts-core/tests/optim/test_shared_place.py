@@ -107,6 +107,60 @@ def test_both_parts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.seconds > 0 and time.monotonic() - begun >= 0.3
 
 
+def test_the_host_begins_with_the_first_piece_and_before_what_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradient that comes last is not waited for as a whole, nor behind older host updates."""
+    from ts_core.optim.places import HostPlace
+
+    params = [torch.nn.Parameter(torch.ones(600_000)) for _ in range(4)]
+    optimizer = optimizer_of(params, lr=0.5, chunk_elems=4096)  # pieces of 65,536 values
+    optimizer.build()
+    optimizer.share_by(0.5)
+    optimizer.place_state(["shared", "host", "host", "host"])
+    device = optimizer._updates.storage.device
+    copies = optimizer._updates.storage.copies
+    assert device is not None and copies is not None
+    began: list[tuple[int, int]] = []
+    first_piece, all_queued = threading.Event(), threading.Event()
+    update, d2h = HostPlace.update, copies.d2h
+
+    def on_host(self: Any, job: Any, scale: float) -> Any:
+        if not began:
+            assert all_queued.wait(10)
+        size = job.target.numel()
+        began.append((size, job.segments[0].offset))
+        if size < 600_000:
+            first_piece.set()
+        return update(self, job, scale)
+
+    def slow_d2h(dst_h: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if dst_h.numel() == 300_032 % 65_536:  # the last piece, once the first has been updated
+            stream = copies._lanes["d2h"].stream
+            device.launch(stream, lambda: first_piece.wait(10))
+        return d2h(dst_h, *args, **options)
+
+    monkeypatch.setattr(HostPlace, "update", on_host)
+    monkeypatch.setattr(copies, "d2h", slow_d2h)
+    for param in reversed(params):
+        param.grad = torch.ones_like(param)
+        optimizer._on_gradient(param)
+    shared = optimizer.buckets[0].flight
+    assert shared is not None
+    while len(optimizer._updates.pipeline._newest_first._waiting) < 3:
+        time.sleep(0.01)  # two of the host's own, and the part of what is shared
+    all_queued.set()
+    optimizer.step()
+    optimizer.synchronize()
+    assert first_piece.is_set()
+    sizes = [size for size, _ in began]
+    parts = [offset for size, offset in began if size < 600_000]
+    assert parts == list(range(0, 300_032, 65_536))
+    assert sizes[0] == 600_000 and sizes[1] < 600_000  # only what ran already came before it
+    assert sizes[-2:] == [600_000, 600_000]
+    assert all(float(param.detach().max()) < 1.0 for param in params)
+
+
 def test_an_error_of_the_hosts_part_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     from ts_core.optim import shared_place
 

@@ -152,6 +152,19 @@ def test_sides_finish_together_and_sooner_than_either_alone() -> None:
     assert "hhhh" not in places  # spread through the stack
 
 
+def test_host_threads_may_go_on_beside_the_next_forward() -> None:
+    many = pieces(*[10] * 150)
+    equal, found = split(many, RATES, 0), split(many, RATES, 0, forward_s=0.08)
+    assert found.link_s < equal.link_s and equal.host_s < found.host_s
+    assert found.host_s - found.link_s == pytest.approx(0.08, abs=0.012)  # one piece: 4 ms
+    assert found.seconds < equal.seconds
+    # Where gradients wait for the end of backward, all updates are beside the forward or before it.
+    waiting = [replace(piece, waits=True) for piece in many]
+    room = sum(piece.device_bytes("zero_copy") for piece in waiting)
+    without = split(waiting, RATES, room)
+    assert split(waiting, RATES, room, forward_s=0.08) == without
+
+
 def test_a_slow_link_leaves_all_to_the_host_and_a_slow_host_all_to_the_link() -> None:
     many = pieces(*[10] * 20)
     assert set(split(many, Rates(4e9, 1e9), 0).places) == {"host"}

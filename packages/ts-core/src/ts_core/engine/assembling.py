@@ -138,3 +138,4 @@ def _connect(
     activations.may_move = adapter.may_move
     activations.streams = adapter.streams
     optimizer.leave_room_for(lambda: memory.apart + memory.hidden())
+    optimizer.forward_takes(lambda: state_room.forward_s)

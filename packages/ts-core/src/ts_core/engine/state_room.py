@@ -54,6 +54,9 @@ class StateRoom:
     Args:
         session: whose.
         rates: of the machine, where they are known.
+
+    Attributes:
+        forward_s: seconds of the products of a forward; 0 until activations have been measured.
     """
 
     def __init__(self, session: TrainStreamSession, rates: HardwareProfile | None) -> None:
@@ -61,6 +64,7 @@ class StateRoom:
         self._matmul = (rates or TYPICAL_GPU).matmul_bf16
         self._pledged = 0
         self._had = 0
+        self.forward_s = 0.0
 
     def __call__(self) -> int:
         """Bytes now: what was pledged, less what state has taken of it since."""
@@ -81,11 +85,14 @@ class StateRoom:
         """
         session = self._session()
         self._pledged = 0
-        if session is None or session.optimizer is None or room <= 0:
+        if session is None or session.optimizer is None:
             return 0
-        away = session.optimizer.state_away()
         work = work_of(session.blocks, measured, session.device.torch_device)
-        if away is None or work is None:
+        if work is None:
+            return 0
+        self.forward_s = sum(work.block_flops) / self._matmul
+        away = session.optimizer.state_away() if room > 0 else None
+        if away is None:
             return 0
         size, seconds = away
         self._pledged = min(room, worth(size, seconds, measured, work, self._matmul))

@@ -49,6 +49,7 @@ class HybridSplit:
         waits: whether gradients wait for the end of backward: for their norm, say.
         copied: bytes that have been copied over the link so far, by anybody.
         passes: backward passes of a step.
+        forward_s: seconds of a forward, at least; 0 while they are not known.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HybridSplit:
         waits: Callable[[], bool] = lambda: False,
         copied: Callable[[], Bytes] = lambda: NOTHING,
         passes: Callable[[], int] = lambda: 1,
+        forward_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._device = device
         self._measure = measure
@@ -68,6 +70,7 @@ class HybridSplit:
         self._waits = waits
         self._copied = copied
         self._passes = passes
+        self._forward_s = forward_s
         self._since: tuple[int, Bytes] | None = None  # steps and bytes when counting began
         self._others = NOTHING
         self._steps = 0
@@ -145,7 +148,8 @@ class HybridSplit:
         size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
         if not pieces:
             return size, 0.0
-        seconds = split(pieces, self._rates, 0, self._factor, self._others).seconds
+        forward_s = self._forward_s()
+        seconds = split(pieces, self._rates, 0, self._factor, self._others, forward_s).seconds
         return size, seconds - max(self._others) / self._rates.link
 
     def give_back(self, optimizer: OffloadAdamW, excess: int) -> bool:
@@ -189,10 +193,11 @@ class HybridSplit:
         taken = _device_bytes(pieces, now)
         if room is None:
             room = max(self._room() + taken, 0)
-        found = split(pieces, self._rates, room, self._factor, self._others)
+        known = (self._rates, self._factor, self._others, self._forward_s())
+        found = split(pieces, known[0], room, *known[1:])
         more = _state_bytes(pieces, found.places) > _state_bytes(pieces, now)
         if self.last is not None and taken <= room and not more:
-            stay = timed(pieces, now, self._rates, self._factor, self._others)
+            stay = timed(pieces, now, *known)
             if found.seconds > (1 - _WORTH_MOVING) * stay.seconds:
                 found = stay
         changed = self.last is None or found.places != now
@@ -204,7 +209,7 @@ class HybridSplit:
                 self._corrections = CORRECTIONS + 1  # it would be the same again
                 self._say(f"optimizer state moves no more: {error}")
                 now = _places(optimizer.buckets)
-                found = timed(pieces, now, self._rates, self._factor, self._others)
+                found = timed(pieces, now, *known)
             self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()
         self._since = (self._steps, self._copied())

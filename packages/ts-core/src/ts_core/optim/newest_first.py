@@ -6,9 +6,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Result = TypeVar("Result")
+
+
+class SubmitNewest(Protocol[Result]):
+    """As `NewestFirst.submit`."""
+
+    def __call__(
+        self, run: Callable[[], Result], ready: Callable[[], bool], /
+    ) -> Future[Result]: ...
 
 
 @dataclass(frozen=True)

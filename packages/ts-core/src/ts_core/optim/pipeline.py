@@ -51,6 +51,12 @@ class UpdatePipeline:
         """Queue work on the host thread, in order with measurements and updates there."""
         return self._host.submit(work)
 
+    def on_host_newest(
+        self, work: Callable[[], Event | None], ready: Callable[[], bool]
+    ) -> Future[Event | None]:
+        """Queue work on the host thread as host updates during backward are, the newest first."""
+        return self._newest_first.submit(work, ready)
+
     def close(
         self,
         bucket: Bucket,

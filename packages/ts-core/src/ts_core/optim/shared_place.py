@@ -15,7 +15,7 @@ import torch
 from ts_core.device.base import Event
 from ts_core.optim.device_places import DevicePlace, DeviceWork
 from ts_core.optim.gradients import Sealed
-from ts_core.optim.parts import Submit
+from ts_core.optim.newest_first import SubmitNewest
 from ts_core.optim.places import HostPlace, Place, Segment, Update
 from ts_core.transfer import CopyEngine
 
@@ -23,10 +23,11 @@ from ts_core.transfer import CopyEngine
 class SharedPlace(Place):
     """State in pinned RAM, of which the device updates the first values and host threads the rest.
 
-    The gradient stays on the device until both have it. `update` waits until the host's part has
-    run, on the thread of host updates, so what is queued for the device behind it begins later: it
-    is for what comes last in a step. The thread of host updates never waits for that of the
-    device's.
+    The gradient stays on the device until both have it. The host's part of it crosses the link in
+    pieces, and is updated piece by piece as they arrive, before other host updates that wait.
+    `update` waits until that has run, on the thread of host updates, so what is queued for the
+    device behind it begins later: it is for what comes last in a step. The thread of host updates
+    never waits for that of the device's.
 
     Args:
         link: "zero_copy", of all values.
@@ -36,7 +37,8 @@ class SharedPlace(Place):
         copies: engine of the link.
         gradient_h: host memory for the gradients of `host`; None where the device has no memory of
             its own.
-        submit: queues work on the thread of host updates.
+        submit: queues work on the thread of host updates, the newest first.
+        piece: values of the gradient that cross the link, and are updated, at a time.
     """
 
     name = "shared"
@@ -51,13 +53,16 @@ class SharedPlace(Place):
         work: DeviceWork,
         copies: CopyEngine,
         gradient_h: torch.Tensor | None,
-        submit: Submit,
+        submit: SubmitNewest[Event | None],
+        piece: int,
     ) -> None:
         self._link, self._host, self._first = link, host, first
         self._work = work
         self._copies = copies
         self._gradient_h = gradient_h
         self._submit = submit
+        self._piece = piece
+        self._seconds = 0.0
 
     @property
     def link(self) -> DevicePlace:
@@ -67,22 +72,21 @@ class SharedPlace(Place):
     @property
     def seconds(self) -> float:  # type: ignore[override]
         """Of the host's part of the last update."""
-        return self._host.seconds
+        return self._seconds
 
     def update(self, update: Update, scale: float) -> Event | None:
         gradient = update.gradients.flat
-        rest = Sealed(gradient[self._first :])
-        if self._gradient_h is not None:
-            after = update.gradients.ready(self._work.device)
-            arrived = self._copies.d2h(self._gradient_h, rest.flat, after=after)
-            rest = Sealed(self._gradient_h, arrived=arrived)
-        on_host = replace(
-            update,
-            target=update.target[self._first :],
-            gradients=rest,
-            segments=list(_within(update.segments, self._first, gradient.numel())),
-        )
-        job = self._on_host(lambda: self._host.update(on_host, scale))
+        parts = self._parts_of_host(update)
+
+        def on_host() -> Event | None:
+            seconds, landed = 0.0, None
+            for part in parts:
+                landed = self._host.update(part, scale) or landed  # in order, on one stream
+                seconds += self._host.seconds
+            self._seconds = seconds
+            return landed
+
+        job = self._on_host(on_host, parts[0].gradients.landed)
         by_device = list(_within(update.segments, 0, self._first))
         done: Event | None = None
         try:
@@ -101,13 +105,39 @@ class SharedPlace(Place):
             self._work.keep(both, gradient, over_link=True)
         return both
 
-    def _on_host(self, work: Callable[[], Event | None]) -> Future[Event | None]:
+    def _parts_of_host(self, update: Update) -> list[Update]:
+        """The host's part in pieces, whose gradients are on their way."""
+        gradient = update.gradients.flat[self._first :]
+        numel = gradient.numel()
+        segments = list(_within(update.segments, self._first, self._first + numel))
+        after = update.gradients.ready(self._work.device)
+        parts = []
+        for start in range(0, numel, self._piece):
+            end = min(start + self._piece, numel)
+            rest = Sealed(gradient)
+            if self._gradient_h is not None:
+                arrived = self._copies.d2h(
+                    self._gradient_h[start:end], gradient[start:end], after=after
+                )
+                rest = Sealed(self._gradient_h, arrived=arrived)
+            part = replace(
+                update,
+                target=update.target[self._first :],
+                gradients=rest,
+                segments=list(_cut(segments, start, end)),
+            )
+            parts.append(part)
+        return parts
+
+    def _on_host(
+        self, work: Callable[[], Event | None], ready: Callable[[], bool]
+    ) -> Future[Event | None]:
         """Queue the host's part; where no thread takes work any more, it is done here and now.
 
         So at the end of the interpreter, which waits for updates that have been queued.
         """
         try:
-            return self._submit(work)
+            return self._submit(work, ready)
         except RuntimeError:
             job: Future[Event | None] = Future()
             job.set_result(work())
@@ -133,15 +163,17 @@ class SharedPlace(Place):
 
 
 def _within(segments: Sequence[Segment], start: int, end: int) -> Iterator[Segment]:
+    """What lies between, counted from `start`."""
+    for segment in _cut(segments, start, end):
+        yield replace(segment, offset=segment.offset - start)
+
+
+def _cut(segments: Sequence[Segment], start: int, end: int) -> Iterator[Segment]:
     for segment in segments:
         low, high = max(segment.offset, start), min(segment.offset + segment.size, end)
         if low < high:
-            yield replace(
-                segment,
-                offset=low - start,
-                size=high - low,
-                base=segment.base + low - segment.offset,
-            )
+            base = segment.base + low - segment.offset
+            yield replace(segment, offset=low, size=high - low, base=base)
 
 
 def _nothing() -> None:

@@ -116,16 +116,29 @@ class Piece:
 
 @dataclass(frozen=True)
 class Split:
-    """A place per bucket, and the seconds that host threads and the link should need."""
+    """A place per bucket, and the seconds that host threads and the link should need.
+
+    `beside_s`: so much longer than the link's may the updates of host threads take.
+    """
 
     places: tuple[str, ...]
     host_s: float
     link_s: float
+    beside_s: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Of the slower side."""
-        return max(self.host_s, self.link_s)
+        """Of the side that takes too long."""
+        return max(self.host_s - self.beside_s, self.link_s)
+
+
+class _Conditions(NamedTuple):
+    """What does not depend on the split; as the arguments of `split`."""
+
+    rates: Rates
+    host_factor: float
+    others: Bytes
+    forward_s: float
 
 
 def split(
@@ -134,6 +147,7 @@ def split(
     room_bytes: int,
     host_factor: float = 1.0,
     others: Bytes = NOTHING,
+    forward_s: float = 0.0,
 ) -> Split:
     """Choose a place for each bucket (a pure function).
 
@@ -150,28 +164,22 @@ def split(
         room_bytes: device memory that state may fill, and gradients that wait beside it.
         host_factor: correction of the host's rate, from how long its part really took.
         others: what a step copies besides: streamed weights, paged activations.
+        forward_s: seconds of a forward at least; 0 where they are not known.
 
     Returns:
         The split with the least time.
     """
+    now = _Conditions(rates, host_factor, others, forward_s)
     shares = _LEFT_TO_GRADIENTS if any(piece.waits for piece in pieces) else (0.0,)
     streaming = (True, False) if any(piece.paged for piece in pieces) else (True,)
     found = [
-        _filled(pieces, rates, room_bytes, left, host_factor, others, paged)
-        for paged in streaming
-        for left in shares
+        _filled(pieces, now, room_bytes, left, paged) for paged in streaming for left in shares
     ]
     return min(found, key=lambda split: split.seconds)
 
 
 def _filled(
-    pieces: Sequence[Piece],
-    rates: Rates,
-    room_bytes: int,
-    left: float,
-    host_factor: float,
-    others: Bytes,
-    paged: bool,
+    pieces: Sequence[Piece], now: _Conditions, room_bytes: int, left: float, paged: bool
 ) -> Split:
     """The best split that leaves this share of the room to gradients of updates over the link.
 
@@ -190,7 +198,7 @@ def _filled(
             room_bytes -= size
     room_bytes += for_gradients
     candidates = [
-        _with_host_share(pieces, places, share / _SHARES, rates, room_bytes, host_factor, others)
+        _with_host_share(pieces, places, share / _SHARES, now, room_bytes)
         for share in range(_SHARES + 1)
     ]
     return min(candidates, key=lambda found: found.seconds)
@@ -200,10 +208,8 @@ def _with_host_share(
     pieces: Sequence[Piece],
     places: Sequence[str],
     share: float,
-    rates: Rates,
+    now: _Conditions,
     room_bytes: int,
-    host_factor: float,
-    others: Bytes,
 ) -> Split:
     """The host gets `share` of what is not resident, and what waits where `room_bytes` is full."""
     chosen = list(places)
@@ -225,7 +231,7 @@ def _with_host_share(
             if chosen[index] != "host":
                 room_bytes -= needed
                 by_device = max(0, by_device - pieces[index].values)
-    return timed(pieces, chosen, rates, host_factor, others)
+    return timed(pieces, chosen, now.rates, now.host_factor, now.others, now.forward_s)
 
 
 def timed(
@@ -234,6 +240,7 @@ def timed(
     rates: Rates,
     host_factor: float = 1.0,
     others: Bytes = NOTHING,
+    forward_s: float = 0.0,
 ) -> Split:
     """The split with these places, whatever room they take; arguments as of `split`."""
     on_host, moved = 0, others
@@ -241,7 +248,9 @@ def timed(
         on_host += piece.host_values(place)
         moved += piece.link_bytes(place)
     host_s, link_s = _side_by_side(on_host / (rates.host * host_factor), max(moved) / rates.link)
-    return Split(tuple(places), host_s, link_s)
+    if any(piece.waits for piece in pieces):
+        forward_s = 0.0
+    return Split(tuple(places), host_s, link_s, forward_s)
 
 
 def _spread(

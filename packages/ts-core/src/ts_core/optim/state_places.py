@@ -80,3 +80,7 @@ class PlacedState(TorchState):
     def leave_room_for(self, apart: Callable[[], int]) -> None:
         """State leaves room for what `apart()` gives: bytes that no peak of a step shows yet."""
         self._updates.apart = apart
+
+    def forward_takes(self, seconds: Callable[[], float]) -> None:
+        """How long a forward takes at least, beside which host threads may go on with updates."""
+        self._updates.forward_s = seconds

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from ts_core.device import Device, resolve_device
+from ts_core.device.base import Event
 from ts_core.errors import OptionError, OutOfBudgetError, StateError
 from ts_core.memory.arena import PinnedArena, default_arena
 from ts_core.optim.buckets import Bucket
@@ -14,6 +15,7 @@ from ts_core.optim.device_places import DevicePlace, DeviceWork
 from ts_core.optim.device_update import DeviceState
 from ts_core.optim.homed import HomedLayout
 from ts_core.optim.layout import PAD, FlatLayout, is_sharded, local, partition
+from ts_core.optim.newest_first import SubmitNewest
 from ts_core.optim.parts import PartSums, Submit
 from ts_core.optim.places import NAMES, HostPlace, Place
 from ts_core.optim.shared_place import SharedPlace
@@ -38,6 +40,7 @@ class Storage:
     Attributes:
         homes: the trained weights that live in images of paged blocks.
         submit: queues work on the host thread of the updates.
+        submit_newest: the same, the newest first, as host updates during backward are.
         link_share: of the values of a "shared" place, those that the device updates.
     """
 
@@ -67,6 +70,7 @@ class Storage:
         self.homes: Mapping[torch.nn.Parameter, TrainedHome] = {}
         self._said_not_pinned = False
         self.submit: Submit | None = None
+        self.submit_newest: SubmitNewest[Event | None] | None = None
         self.link_share = 0.5
         self._parts: PartSums | None = None
 
@@ -207,7 +211,7 @@ class Storage:
             return linked
         if name != "shared":
             return DevicePlace(target, self.device_work(), self.arena, name, in_place)
-        assert self.copies is not None and self.submit is not None
+        assert self.copies is not None and self.submit_newest is not None
         link = linked or DevicePlace(target, self.device_work(), self.arena, "zero_copy")
         rest_of_state = link.state.slice(first, layout.numel)
         host = self._host_place(target[first:], False, rest_of_state)
@@ -216,8 +220,20 @@ class Storage:
             rest = layout.numel - first
             gradient_h = self.arena.empty((rest,), layout.dtype, tag="gradients")
         return SharedPlace(
-            link, host, first, self.device_work(), self.copies, gradient_h, self.submit
+            link,
+            host,
+            first,
+            self.device_work(),
+            self.copies,
+            gradient_h,
+            self.submit_newest,
+            self._piece,
         )
+
+    @property
+    def _piece(self) -> int:
+        """Values per call of the host's update, and per copy."""
+        return self._chunk * _PIECES_PER_HOST_CALL
 
     def _host_place(
         self, target: torch.Tensor, in_place: bool, state: DeviceState | None = None
@@ -230,7 +246,7 @@ class Storage:
             kind=self.kind,
             seed=self._seed,
             threads=self._threads,
-            piece=self._chunk * _PIECES_PER_HOST_CALL,
+            piece=self._piece,
             pinned=self._pinned,
             in_place=in_place,
             state=state,

@@ -59,10 +59,12 @@ class Updates:
         self.where: dict[torch.nn.Parameter, tuple[int, int]] = {}
         self.pipeline = UpdatePipeline()
         storage.submit = self.pipeline.on_host
+        storage.submit_newest = self.pipeline.on_host_newest
         self.steps = 0
         self.norm: Future[Verdict] | None = None
         self.split: HybridSplit | None = None
         self.apart: Callable[[], int] = lambda: 0
+        self.forward_s: Callable[[], float] = lambda: 0.0
         self.ranks: Ranks | None = None
         self._groups = groups
         self._say = say
@@ -105,6 +107,7 @@ class Updates:
                 lambda: self.options.gradients_wait,
                 self._copied,
                 lambda: self.options.accumulation,
+                lambda: self.forward_s(),
             )
 
     def _copied(self) -> Bytes:
