@@ -238,6 +238,8 @@ def made_up_gpu(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     host.use_driver_library(str(fake_driver))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     yield
     host.use_driver_library("")
 
@@ -260,6 +262,7 @@ def test_a_low_page_lock_limit_is_found_and_named(
     assert status == 1
     assert "page-lock limit (ulimit -l): 64 KiB" in refused["machine"]
     assert "Made-up GPU, 8.0 GiB" in refused["GPU"]
+    assert "segments of torch's memory: stay as they are, since PYTORCH_CUDA" in refused["GPU"]
     reason = "page-locking 64 MiB was REFUSED: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
     assert reason in refused["GPU"]
     assert "(ulimit -l is 64 KiB)" in refused["to fix"] and "memlock" in refused["to fix"]
@@ -277,6 +280,7 @@ def test_a_real_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     parts = sections(found.text())
     properties = torch.cuda.get_device_properties(0)
     assert properties.name in parts["GPU"] and "sees it" in parts["GPU"]
+    assert "segments of torch's memory: " in parts["GPU"]
     assert "page-locking 64 MiB: works" in parts["GPU"]
     for line in (r"host to device +\d+\.\d GB/s \(page-locked", r"device to host +\d+\.\d GB/s"):
         assert re.search(line, parts["measured"])

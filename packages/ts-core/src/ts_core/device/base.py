@@ -133,6 +133,16 @@ class Device(ABC):
     def usable_bytes(self) -> int | None:
         """Device memory this process may use in all, or None when it is unbounded (host)."""
 
+    def grow_segments(self) -> str | None:
+        """See that free device memory does not lie in pieces, where that can be had.
+
+        It is for the whole process, and stays.
+
+        Returns:
+            What was done, or why not, in words; None where there is nothing to tell.
+        """
+        return None
+
     @abstractmethod
     def set_limit(self, limit_bytes: int | None) -> None:
         """Make the device behave as if it had `limit_bytes` (None: lift the limit)."""

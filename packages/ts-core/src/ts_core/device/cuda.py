@@ -14,6 +14,7 @@ from ts_core import _native
 from ts_core.device.base import Device, Event, Stream, Timestamp
 from ts_core.device.limits import end_with, kept_by_graphs, limits_of
 from ts_core.device.own_streams import own_stream
+from ts_core.device.segments import grow_segments
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.ledger import Ledger
 
@@ -190,6 +191,9 @@ class CudaDevice(Device):
         usable = free + torch.cuda.memory_reserved(self.torch_device)
         allowed = self._limits.allowed_bytes() if self._limit_bytes is None else self._limit_bytes
         return max(0, min(usable, allowed) - self._kept_by_graphs)
+
+    def grow_segments(self) -> str | None:
+        return grow_segments(self.index)
 
     def set_limit(self, limit_bytes: int | None) -> None:
         if limit_bytes is None:

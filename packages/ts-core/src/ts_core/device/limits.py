@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from ts_core.device import segments
+
 
 class MemoryLimits:
     """Limits on one GPU.
@@ -104,7 +106,7 @@ def kept_by_graphs(index: int) -> int:
         return 0  # the other one tells nothing of its pools
     if _unused_in_pools(index):
         gc.collect()  # graphs that are gone
-        torch.cuda.empty_cache()  # and what was theirs
+        segments.empty_cache()  # and what was theirs
     return _unused_in_pools(index)
 
 

@@ -23,6 +23,7 @@ class GpuReport:
         torch_cuda: the CUDA version torch was built for; empty for a CPU build.
         torch_sees: whether torch can use a GPU.
         pin_refusal: the driver's reason to refuse page-locked memory; empty when it gave some.
+        segments: what `wrap()` makes of the segments of torch's allocator, in words.
     """
 
     devices: tuple[tuple[str, int], ...] = ()
@@ -31,6 +32,7 @@ class GpuReport:
     torch_cuda: str = ""
     torch_sees: bool = False
     pin_refusal: str = ""
+    segments: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,22 @@ def inspect_gpu(native: bool) -> GpuReport:
         torch_cuda=built_for,
         torch_sees=torch.cuda.is_available(),
         pin_refusal=_try_page_lock(),
+        segments=_segments() if torch.cuda.is_available() else "",
     )
+
+
+def _segments() -> str:
+    import torch
+
+    from ts_core.device import segments
+
+    backend = torch.cuda.get_allocator_backend()
+    if backend != "native":
+        return f"those of the allocator {backend!r}"
+    against = segments.chosen_against() or segments.unsupported()
+    if against is not None:
+        return f"stay as they are, since {against}"
+    return "grow" if segments.chosen() else "grow after wrap()"
 
 
 def _try_page_lock() -> str:

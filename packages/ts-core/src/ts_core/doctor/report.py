@@ -154,6 +154,8 @@ def _gpu(found: Diagnosis, gpu: GpuReport, machine: Machine) -> None:
     lines.append(f"torch: {built}, {'sees it' if gpu.torch_sees else 'does NOT see it'}")
     if not gpu.torch_sees:
         found.to_fix.append(_torch_line(gpu))
+    if gpu.segments:
+        lines.append(f"segments of torch's memory: {gpu.segments}")
     trial = _size(PIN_TRIAL_BYTES)
     if gpu.pin_refusal:
         lines.append(f"page-locking {trial} was REFUSED: {gpu.pin_refusal}")

@@ -84,6 +84,9 @@ class ActivationOffloader:
         check_activation_options(offload, recompute, len(stack))
         where = device if isinstance(device, Device) else resolve_device(_place(stack, device))
         self._log = EventLog(verbose)
+        segments = where.grow_segments()
+        if segments is not None:
+            self._log(segments)
         self._adjustable = "auto" in (offload, recompute)
         self._activations = Activations(
             stack,

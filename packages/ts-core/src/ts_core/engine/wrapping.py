@@ -125,6 +125,9 @@ def _wrap(
         )
     if config.loader is not None and loading is None:
         log("loader: nothing to do, since nothing of the model is on the meta device")
+    segments = device.grow_segments()  # the card itself is a limit, too
+    if segments is not None:
+        log(segments)
     if config.vram_limit_bytes is not None:
         device.set_limit(config.vram_limit_bytes)
     try:

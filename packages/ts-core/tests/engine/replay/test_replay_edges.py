@@ -393,3 +393,18 @@ def test_autocast_inside_a_block_and_one_that_is_off_around_the_model(
 
     pair = both([LowInside(), LowInside()], drive, recompute=recompute, activation_offload=False)
     assert pair.report["replayed_forwards"] > 0
+
+
+def test_recordings_go_once_their_last_replays_are_done(both: Callable[..., Any]) -> None:
+    """Their memory may be unmapped as they go: the recorder waits for the device before."""
+    pair = both([Block(), Block()], warm)
+    replay = pair.model._trainstream_session.replay
+    there: list[int] = []
+
+    def recordings() -> int:
+        return sum(len(block.entries) for block in replay._blocks)
+
+    replay._recorder.forget = lambda: there.append(recordings())
+    assert recordings() > 0
+    replay.forget()
+    assert there[0] > 0 and recordings() == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ts_core.device import segments
 from ts_core.device.own_streams import own_stream
 from ts_core.engine.replay.recorder import Recorded, Recorder
 from ts_core.engine.replay.signature import NotReplayable
@@ -142,6 +143,8 @@ class CudaRecorder(Recorder):
         return self._pool_bytes
 
     def forget(self) -> None:
+        # Their memory may be unmapped from here on, for which nobody waits for the last replays.
+        torch.cuda.synchronize(self._device)
         # torch gives a pool's memory back with its last graph, and then takes no graph for it.
         self._pool = torch.cuda.graph_pool_handle()
         self._pool_bytes = 0
@@ -157,7 +160,7 @@ class CudaRecorder(Recorder):
         limit = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
         unused = held - torch.cuda.memory_allocated(self._device)
         if min(free, limit - held) < _SPARE and unused > _WORTH_FREEING:
-            torch.cuda.empty_cache()
+            segments.empty_cache()
 
     def _own_workspaces(self) -> None:
         """See that cuBLAS's workspaces of captures lie in this recorder's pool.

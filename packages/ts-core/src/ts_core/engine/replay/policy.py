@@ -181,9 +181,9 @@ class BlockReplay:
 
         Calls whose backward is still to come keep theirs.
         """
+        self._recorder.forget()
         for block in self._blocks:
             self._notes.dropped += block.forget()
-        self._recorder.forget()
 
     def close(self) -> None:
         """`forget`, for good."""

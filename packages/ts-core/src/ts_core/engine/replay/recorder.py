@@ -49,7 +49,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """All recordings are dropped: later ones share other memory."""
+        """All recordings are to be dropped: waits for what they do, and later ones share other
+        memory."""
 
     @property
     @abstractmethod
