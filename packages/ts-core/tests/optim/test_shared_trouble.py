@@ -217,3 +217,22 @@ def test_what_comes_last_in_a_step_may_be_in_device_memory_already(
     assert seconds == pytest.approx(alone.seconds)
     optimizer.step()
     optimizer.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["host", "shared", "zero_copy", "resident"])
+def test_no_gradient_is_kept_into_the_next_forward(place: str) -> None:
+    """The largest would be there while the head's own is made."""
+    param = torch.nn.Parameter(torch.ones(SIZE * 20, device="cuda"))
+    optimizer = OffloadAdamW([param], lr=0.1, mode="gpu")
+    optimizer.build()
+    optimizer.place_state([place])
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        (param * 2.0).sum().backward()
+        optimizer.step()
+        optimizer.let_go()
+        assert torch.cuda.memory_allocated() <= before
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert float(param.detach().max()) < 1.0

@@ -115,6 +115,59 @@ def test_bytes_in_flight_are_bounded() -> None:
     engine.synchronize()
 
 
+def test_sources_go_once_their_stream_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last gradients of a step would be kept until the first copy of the next one."""
+    device = HostDevice()
+    forward = device.new_stream("forward")
+    monkeypatch.setattr(device, "compute_stream", lambda: forward)
+    engine = CopyEngine(device)
+    gate, ran = threading.Event(), threading.Event()
+    lane = engine._lanes["d2h"]
+    device.launch(lane.stream, lambda: gate.wait() and None)
+    sources = [torch.ones(8) for _ in range(3)]
+    targets = [torch.zeros(8) for _ in range(3)]
+    engine.d2h(targets[0], sources[0], made_here=True)
+    engine.d2h(targets[1], sources[1])
+    engine.d2h(targets[2], sources[2], keep_source=False)
+    held = [[*copy.keep, copy.source] for copy in lane.in_flight]
+    assert held[0][1] is sources[0] and held[1][1] is sources[1] and held[2][1] is None
+    engine.let_go()
+    device.launch(forward, ran.set)
+    assert [copy.source for copy in lane.in_flight] == [None] * 3
+    # What is written is kept, and so is a source that may belong to anybody.
+    assert [len(copy.keep) for copy in lane.in_flight] == [1, 2, 1]
+    assert lane.in_flight_bytes == 3 * 32  # still on their way
+    assert not ran.wait(0.1)
+    gate.set()
+    assert ran.wait(10)
+    engine.synchronize()
+    assert all(torch.equal(target, torch.ones(8)) for target in targets)
+
+
+@pytest.mark.gpu
+def test_torch_gives_a_source_that_was_let_go_to_later_work_only() -> None:
+    from ts_core.device import resolve_device
+
+    device = resolve_device("cuda")
+    engine = CopyEngine(device, 1 << 30)
+    count = 16 << 20
+    host = torch.zeros(count, pin_memory=True)
+    for made_here in (False, True):
+        before = torch.cuda.memory_allocated()
+        lane = engine._lanes["d2h"]
+        source = torch.full((count,), 7.0, device="cuda")
+        device.delay(lane.stream, 0.2)
+        engine.d2h(host, source, after=engine.record_compute(), made_here=made_here)
+        del source
+        engine.let_go()
+        assert torch.cuda.memory_allocated() == before + (0 if made_here else 4 * count)
+        other = torch.full((count,), 9.0, device="cuda")  # where the source was
+        engine.synchronize()
+        assert bool((host == 7.0).all()) and bool((other == 9.0).all())
+        del other
+        host.zero_()
+
+
 def test_an_error_on_a_stream_reaches_whoever_waits() -> None:
     stream = HostStream("test")
 

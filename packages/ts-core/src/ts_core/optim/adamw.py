@@ -358,11 +358,12 @@ class OffloadAdamW(PlacedState):
             super().zero_grad(set_to_none=set_to_none)
 
     def let_go(self) -> None:
-        """Gradients that updates still read go now, and later work of the device waits for those.
+        """Gradients that updates still read, or that still leave for the host, are kept no longer.
 
-        To be called before a forward, which waits for the weights that they write anyway.
+        Later work of the device waits for those updates and copies. To be called before a forward,
+        which waits for the weights that they write anyway.
         """
-        self._updates.pipeline.let_go()
+        self._updates.let_go()
 
     def drop_failed_backward(self) -> None:
         """If a backward has raised since the last step, drop what it left, and say so.

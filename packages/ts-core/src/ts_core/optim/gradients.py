@@ -141,7 +141,7 @@ class Gradients:
                 self._summed.exception()  # of a step that was dropped: it still writes there
                 self._summed = None
             self._single = None if self.several else flat
-            self._arrived = self._copies.d2h(self._host, flat, after=behind)
+            self._arrived = self._copies.d2h(self._host, flat, after=behind, made_here=True)
         else:
             self._single = None
             self._summed = self._parts.add(self._host, flat, behind)

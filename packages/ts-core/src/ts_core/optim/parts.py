@@ -61,7 +61,7 @@ class PartSums:
         with self._lock:
             buffer = self._take(part_d.numel() * part_d.element_size())
             part_h = buffer.view(part_d.dtype)
-            arrived = self._copies.d2h(part_h, part_d, after=behind)
+            arrived = self._copies.d2h(part_h, part_d, after=behind, made_here=True)
 
             def work() -> None:
                 self._copies.device.host_wait(arrived)  # what came first has come by then, too

@@ -96,6 +96,7 @@ class SharedPlace(Place):
         except BaseException:
             # Nobody is told before both are over: what they read and write is used again then.
             job.exception()
+            parts[-1].gradients.land(self._work.device)
             if done is not None:
                 self._work.device.host_wait(done)
             raise
@@ -117,7 +118,7 @@ class SharedPlace(Place):
             rest = Sealed(gradient)
             if self._gradient_h is not None:
                 arrived = self._copies.d2h(
-                    self._gradient_h[start:end], gradient[start:end], after=after
+                    self._gradient_h[start:end], gradient[start:end], after, keep_source=False
                 )
                 rest = Sealed(self._gradient_h, arrived=arrived)
             part = replace(

@@ -324,6 +324,12 @@ class Updates:
             self._say(text)
             warnings.warn(text, UserWarning, stacklevel=7)
 
+    def let_go(self) -> None:
+        """Keep no gradients: later work of the device waits for what still reads them."""
+        self.pipeline.let_go()
+        if self.storage.copies is not None:
+            self.storage.copies.let_go()
+
     def finish(self) -> None:
         """Wait for updates in flight."""
         for bucket in self.buckets:

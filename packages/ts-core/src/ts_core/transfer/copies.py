@@ -29,11 +29,13 @@ def events_of(after: After) -> list[Event]:
     return [event for event in several if event is not None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _InFlight:
     event: Event
     size_bytes: int
     keep: tuple[torch.Tensor, ...]
+    source: torch.Tensor | None = None  # made on `stream`, which may wait in place of us
+    stream: Stream | None = None
 
 
 class _Lane:
@@ -133,9 +135,44 @@ class CopyEngine:
         keep = tuple(itertools.chain(*pairs))
         return self._copy_all("d2h", pairs, after, keep, leave_bytes)
 
-    def d2h(self, dst_h: torch.Tensor, src_d: torch.Tensor, after: After = None) -> Event:
-        """Queue a copy to the host after `after`; returns the event of its completion."""
-        return self._copy("d2h", dst_h, src_d, after)
+    def d2h(
+        self,
+        dst_h: torch.Tensor,
+        src_d: torch.Tensor,
+        after: After = None,
+        *,
+        made_here: bool = False,
+        keep_source: bool = True,
+    ) -> Event:
+        """Queue a copy to the host after `after`; returns the event of its completion.
+
+        Args:
+            dst_h, src_d: of one shape and dtype.
+            after: what it waits for.
+            made_here: `src_d` was made on the calling thread's compute stream, so `let_go` may drop
+                it before the copy has finished.
+            keep_source: False: the caller keeps `src_d` until then.
+        """
+        if made_here:
+            here = self.device.compute_stream()
+            return self._copy_all("d2h", [(dst_h, src_d)], after, (dst_h,), lent=(src_d, here))
+        keep = (dst_h, src_d) if keep_source else (dst_h,)
+        return self._copy_all("d2h", [(dst_h, src_d)], after, keep)
+
+    def let_go(self) -> None:
+        """Keep no source of copies to the host that was `made_here`.
+
+        The streams that these were made on wait for the copies, and torch gives their memory to
+        later work of those streams only. For the end of a step's copies: the last sources would be
+        kept until the first copy of the next one.
+        """
+        lane = self._lanes["d2h"]
+        with lane.lock:
+            lane.retire()
+            for copy in lane.in_flight:
+                if copy.stream is not None:
+                    edges.wait(self.device, copy.stream, copy.event)
+                    copy.source = copy.stream = None
 
     def wait_compute(self, event: Event) -> None:
         """Make the calling thread's compute stream wait for `event`.
@@ -197,6 +234,7 @@ class CopyEngine:
         after: After,
         keep: tuple[torch.Tensor, ...],
         leave_bytes: int = 0,
+        lent: tuple[torch.Tensor, Stream] | None = None,
     ) -> Event:
         lane = self._lanes[name]
         most = self.max_inflight_bytes - leave_bytes
@@ -213,7 +251,7 @@ class CopyEngine:
             self.device.copy_all(self._paused(pairs, lane.stream), lane.stream)
             edges.pause(self.device, lane.stream)
             event = lane.stream.record()
-            lane.add(_InFlight(event, size_bytes, keep), self.device.peaks)
+            lane.add(_InFlight(event, size_bytes, keep, *(lent or ())), self.device.peaks)
             lane.stats.bytes += size_bytes
             lane.stats.copies += len(pairs)
             waits = lane.stats.limit_waits - waits
