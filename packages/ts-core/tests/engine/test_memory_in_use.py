@@ -107,6 +107,9 @@ def test_room_for_recordings_shrinks_by_what_they_hold() -> None:
     assert memory.apart == 2 * (300 + 50) + 2 * 10
     memory.recorded = lambda: 500
     assert memory.apart == 720 - 500 - 10
+    memory.all_recorded = lambda: True  # no more will come
+    assert memory.apart == 0
+    memory.all_recorded = lambda: False
     memory.recorded = lambda: 5000
     assert memory.apart == 0
     memory = ActivationMemory(CopyEngine(device), ActivationOptions())

@@ -16,9 +16,9 @@ from ts_core.device.host import HostDevice
 from ts_core.memory.arena import default_arena
 from ts_core.optim import updates
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.pieces import Bytes
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates, measure_rates
-from ts_core.optim.split import Bytes
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
 

@@ -14,9 +14,10 @@ from ts_core import OffloadAdamW
 from ts_core.device.host import HostDevice
 from ts_core.optim import hybrid
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.pieces import NOTHING, Bytes, Piece
 from ts_core.optim.rates import Rates
 from ts_core.optim.shared_place import SharedPlace
-from ts_core.optim.split import NOTHING, Bytes, Piece, link_share, split, timed
+from ts_core.optim.split import in_words, link_share, split, timed
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
 
@@ -46,10 +47,12 @@ def run(optimizer: OffloadAdamW, params: list[torch.nn.Parameter], steps: int) -
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.77])
+@pytest.mark.parametrize("share", [(0.1, 0.0), (0.5, 0.0), (0.77, 0.0), (0.5, 0.3), (0.3, 0.9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"eager": False}, {"max_grad_norm": 0.5}], ids=str)
-def test_the_parts_make_the_whole(share: float, dtype: torch.dtype, options: Any) -> None:
+def test_the_parts_make_the_whole(
+    share: tuple[float, float], dtype: torch.dtype, options: Any
+) -> None:
     sizes = [(601, 1003), (257, 64), (90_001,)]
     results = []
     for place in ("host", "shared"):
@@ -57,12 +60,19 @@ def test_the_parts_make_the_whole(share: float, dtype: torch.dtype, options: Any
         params = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
         optimizer = optimizer_of(params, lr=0.01, weight_decay=0.1, chunk_elems=4096, **options)
         optimizer.build()
-        optimizer.share_by(share)
+        optimizer.share_by(*share)
         optimizer.place_state([place] * len(optimizer.buckets))
+        held = sum(bucket.place.device_bytes() for bucket in optimizer.buckets)
+        of_all = held / sum(b.layout.numel * (12 if b.has_master else 8) for b in optimizer.buckets)
+        assert of_all == pytest.approx(share[1] if place == "shared" else 0.0, abs=0.01)
         with inject_delays(5, max_ms=2.0, share=0.3):
             run(optimizer, params, 4)
             with torch.no_grad():
-                params[0][300:302] = 7.0  # what the user writes counts, on both sides of the cut
+                params[0][:] = params[0] + 0.5  # what the user writes counts, in every part
+            run(optimizer, params, 2)
+            optimizer.share_by(share[0], share[1] / 2)  # another cut, in the middle of training
+            optimizer.place_state([place] * len(optimizer.buckets))
+            optimizer.load_state_dict(optimizer.state_dict())
             run(optimizer, params, 2)
             optimizer.synchronize()
         state = optimizer.state_dict()["state"]
@@ -179,6 +189,32 @@ def test_an_error_of_the_hosts_part_reaches_the_reader(monkeypatch: pytest.Monke
             params[0].sum()
 
 
+def test_another_cut_never_has_two_copies_in_device_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ts_core.optim import storage
+
+    param = torch.nn.Parameter(torch.ones(600_000))
+    optimizer = optimizer_of([param], mode="gpu", lr=0.1)
+    optimizer.build()
+    alive: list[int] = []
+
+    class Counted(storage.DevicePlace):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if self.name == "resident":
+                alive.append(optimizer.buckets[0].place.device_bytes())
+
+    monkeypatch.setattr(storage, "DevicePlace", Counted)
+    for near in (0.25, 0.75, 0.75, 0.5):
+        optimizer.share_by(0.5, near)
+        optimizer.place_state(["shared"])
+        (bucket,) = optimizer.buckets
+        assert bucket.near_share == pytest.approx(near, abs=0.001)
+        assert optimizer.state_on_device() == bucket.place.device_bytes() > 0
+    assert alive == [0, 0, 0]  # the third asked for what was there
+
+
 def test_what_cannot_be_cut_is_updated_over_the_link() -> None:
     params = [torch.nn.Parameter(torch.ones(size)) for size in (3, (600, 1000))]
     optimizer = optimizer_of(params)
@@ -204,11 +240,60 @@ def test_a_split_counts_each_part_where_it_is_done() -> None:
     assert timed([], (), rates, others=NOTHING).seconds == 0.0
 
 
+def test_room_for_a_part_of_what_comes_last_is_used() -> None:
+    rates = Rates(4e9, 45e9)
+    rest = [Piece(50 * MILLION, 200 * MILLION, False)] * 20
+    last = Piece(300 * MILLION, 1200 * MILLION, False, link_share=0.5)
+    room = 1800 * MILLION
+    found = split([*rest, last], rates, room)
+    assert found.places[-1] == "shared" and found.near_share == pytest.approx(0.75)
+    assert "resident" not in found.places  # what comes last is what a step waits for
+    cut = replace(last, near_share=found.near_share)
+    assert cut.device_bytes("shared") == room
+    assert cut.host_values("shared") == 37_500_000
+    assert cut.link_bytes("shared") == Bytes(*(int(n / 4) for n in last.link_bytes("shared")))
+    words = in_words([*rest, last], found, rates, "measured")
+    assert "17% of the state in device memory" in words and "6% by both together" in words
+    little = split([*rest, last], rates, 200 * MILLION)
+    assert little.near_share == 0.0  # not worth a cut
+
+
 @pytest.mark.parametrize(("host", "link"), [(4e9, 45e9), (1e9, 45e9), (4e9, 6e9), (1e7, 45e9)])
 def test_both_parts_take_equally_long_beside_each_other(host: float, link: float) -> None:
     share = link_share(Rates(host, link))
     of_link, of_host = (share * 8 + (1 - share) * 4) / (0.85 * link), (1 - share) / (0.65 * host)
     assert of_link == pytest.approx(of_host) or share == (0.9 if host < link / 100 else 0.1)
+
+
+def test_a_split_keeps_to_room_that_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "_LARGE", 500_000)
+    params = [torch.nn.Parameter(torch.randn(600, 1000)) for _ in range(3)]
+    optimizer = optimizer_of(params, mode="hybrid", lr=0.01)
+    optimizer.build()
+    inside = optimizer._updates
+    room = [0]
+    inside.split = HybridSplit(
+        inside.storage.device,  # type: ignore[arg-type]
+        lambda: Rates(4e9, 45e9),
+        lambda: room[0] - optimizer.state_on_device(),
+        lambda line: None,
+    )
+    (first,) = (bucket for bucket in optimizer.buckets if bucket.params[0] is params[0])
+    run(optimizer, params, 3)
+    assert first.place.name == "shared" and first.near_share == 0.0
+    room[0] = 2_400_000  # half of its state
+    run(optimizer, params, 2)
+    assert first.near_share == pytest.approx(0.5, abs=0.01)
+    room[0] = 2_500_000  # not worth moving all of it
+    run(optimizer, params, 2)
+    assert first.near_share == pytest.approx(0.5, abs=0.01)
+    size, seconds = inside.split.away(optimizer.buckets)
+    assert size == pytest.approx(2.5 * 4_800_000, rel=0.01) and seconds > 0.0
+    assert optimizer.give_state_back(1_200_000)
+    assert first.near_share == pytest.approx(0.25, abs=0.01)
+    assert optimizer.give_state_back(1_000_000)
+    assert first.near_share == 0.0 and optimizer.state_on_device() == 0
+    assert not optimizer.give_state_back(1_000_000)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

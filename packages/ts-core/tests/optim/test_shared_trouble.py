@@ -19,9 +19,10 @@ from ts_core.memory.arena import PinnedArena
 from ts_core.optim import hybrid, storage
 from ts_core.optim.device_places import DevicePlace
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.pieces import Bytes, Piece
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import Bytes, Piece, split
+from ts_core.optim.split import split
 from ts_core.transfer import CopyEngine
 
 SIZE = 600_000

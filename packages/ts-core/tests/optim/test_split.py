@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ts_core.optim.pieces import Bytes, Piece
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import Bytes, Piece, _side_by_side, split
+from ts_core.optim.split import _side_by_side, split
 
 MILLION = 1_000_000
 RATES = Rates(host=4.0e9, link=45e9)

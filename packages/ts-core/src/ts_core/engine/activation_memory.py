@@ -41,6 +41,7 @@ class ActivationMemory:
         for_state: gives the device memory that optimizer state is still to take.
         recorded: gives the device memory that recordings hold by now, but for what backward needs.
         hidden: gives the part of it that torch counts as free, though nobody else may have it.
+        all_recorded: whether every block has its recording, so that they take no more.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ActivationMemory:
         self.low: int | None = None
         self.recorded: Callable[[], int] = lambda: 0
         self.hidden: Callable[[], int] = lambda: 0
+        self.all_recorded: Callable[[], bool] = lambda: False
         self.for_state: Callable[[], int] = lambda: 0
         self.for_recordings = 0
         self._replayed = options.replayed
@@ -72,6 +74,8 @@ class ActivationMemory:
         blocks have been measured.
         """
         held = self.recorded() if self.for_recordings else 0
+        if held and self.all_recorded():
+            return 0
         if held:  # then those of the stream that warms up are there; others are part of `held`
             held += self._device.workspace_bytes()
         return max(0, self.for_recordings - held)

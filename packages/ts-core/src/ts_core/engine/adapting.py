@@ -60,6 +60,7 @@ class PlacementAdapter:
         self._begun: tuple[int, int] | None = None  # steps and gradients, as a forward began
         self._held = 0  # of the optimizer on the device, when activations were measured
         self.depth = self._new_depth(session)
+        self._all_recorded = False
 
     @property
     def adapting(self) -> bool:
@@ -83,13 +84,17 @@ class PlacementAdapter:
         if not self.may_move():
             return  # the first pass of an accumulation was such a probe
         self._seen = session.steps
+        if self._now_recorded(session):
+            session.device.reset_peak()
+            return
         peak = session.device.memory()["peak_allocated"]
         apart = 0 if activations is None else activations.memory.apart
         target = self.corrector.target
         if target is not None and session.optimizer is not None:
             # Split state came last into the room that was left, and goes first. Blocks that leave
             # would only make room for more of it.
-            if session.optimizer.give_state_back(peak + apart - target):
+            pool = activations.memory.hidden() if activations and self._all_recorded else 0
+            if session.optimizer.give_state_back(peak + apart + pool - target):
                 return
         was_adapting = self.corrector.adapting
         heard = len(self.corrector.history)
@@ -105,6 +110,17 @@ class PlacementAdapter:
             session.log(f"plan: settled after {self._seen} steps")
         if found is None and settled and not self.corrector.adapting:
             self._try_slots(session, peak + apart)
+
+    def _now_recorded(self, session: TrainStreamSession) -> bool:
+        """Whether steps replay all blocks from here on.
+
+        The recordings' memory then serves for what steps before had of their own, and which is part
+        of the peak so far.
+        """
+        before, self._all_recorded = self._all_recorded, False
+        if session.replay is not None and session.replay.complete():
+            self._all_recorded = True
+        return self._all_recorded and not before
 
     def forward_begins(self) -> None:
         """A training forward begins: its backward needs the blocks where they are."""

@@ -130,6 +130,7 @@ def _connect(
     if session.replay is not None:
         memory.recorded = session.replay.beside_bytes
         memory.hidden = session.replay.pool_bytes
+        memory.all_recorded = session.replay.complete
     state_room = StateRoom(session, machine.rates)
     memory.for_state = state_room
     activations.share_room = adapter.share_room

@@ -143,6 +143,13 @@ class Bucket:
         return self.layout.numel * self.layout.dtype.itemsize
 
     @property
+    def near_share(self) -> float:
+        """Of the values of a state in several places, those whose state is in device memory."""
+        if self.place.name != "shared":
+            return 0.0
+        return self.place.device_bytes() / (self.layout.numel * (12 if self.has_master else 8))
+
+    @property
     def gradients_stay(self) -> bool:
         """Whether gradients wait on the device for an update there."""
         return self.place.on_device and self.home is None

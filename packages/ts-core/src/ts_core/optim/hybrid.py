@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING
 
 from ts_core.device.base import Device
 from ts_core.errors import OutOfBudgetError
+from ts_core.optim.pieces import NOTHING, Bytes, Piece
 from ts_core.optim.rates import Rates
-from ts_core.optim.split import (
-    NOTHING,
-    Bytes,
-    Piece,
-    Split,
-    in_words,
-    link_share,
-    split,
-    timed,
-)
+from ts_core.optim.split import Split, in_words, link_share, split, timed
 
 if TYPE_CHECKING:
     from ts_core.optim.adamw import OffloadAdamW
@@ -33,6 +25,8 @@ _BALANCED = 0.1
 # State moves again, but into device memory, where the predicted updates are shorter by this share:
 # moving takes longer than some steps, and what host threads take differs from step to step.
 _WORTH_MOVING = 0.05
+# The part of a shared parameter's state in device memory changes by no less: all of it is moved.
+_WORTH_CUTTING = 0.1
 # Values from which a parameter whose gradient comes last is updated by both sides together: over
 # the link alone 32 M take 8 ms, in which the step has nothing else to do.
 _LARGE = 32 << 20
@@ -144,8 +138,10 @@ class HybridSplit:
             self._rates = self._measure()
             self.leave_out()  # its copies are not of a step
         found = zip(self._pieces(buckets), buckets, strict=True)  # which comes last, of all
-        pieces = [piece for piece, bucket in found if not bucket.place.device_bytes()]
-        size = sum(piece.state_bytes for piece in pieces if not piece.host_only)
+        pieces = [piece for piece, bucket in found if bucket.place.name != "resident"]
+        size = sum(
+            p.state_bytes - int(p.near_share * p.state_bytes) for p in pieces if not p.host_only
+        )
         if not pieces:
             return size, 0.0
         forward_s = self._forward_s()
@@ -180,6 +176,7 @@ class HybridSplit:
                 waits,
                 1 if bucket.layout.many else passes,
                 self._share if bucket is last else None,
+                bucket.near_share,
             )
             for bucket in buckets
         ]
@@ -188,28 +185,30 @@ class HybridSplit:
         """`room`: of state and waiting gradients on the device; None: what they take now, and what
         is left beside it."""
         optimizer.build()  # a group may have been added that has had no gradient yet
-        pieces, now = self._pieces(optimizer.buckets), _places(optimizer.buckets)
+        buckets = optimizer.buckets
+        pieces, now = self._pieces(buckets), _places(buckets)
         assert self._rates is not None
         taken = _device_bytes(pieces, now)
         if room is None:
             room = max(self._room() + taken, 0)
         known = (self._rates, self._factor, self._others, self._forward_s())
         found = split(pieces, known[0], room, *known[1:])
-        more = _state_bytes(pieces, found.places) > _state_bytes(pieces, now)
-        if self.last is not None and taken <= room and not more:
+        stays = self.last is not None and taken <= room
+        cut_now = max((piece.near_share for piece in pieces), default=0.0)
+        if found.places == now and abs(found.near_share - cut_now) < _WORTH_CUTTING and stays:
+            found = timed(pieces, now, *known)
+        if stays and _state_bytes(pieces, found) <= sum(b.place.device_bytes() for b in buckets):
             stay = timed(pieces, now, *known)
             if found.seconds > (1 - _WORTH_MOVING) * stay.seconds:
                 found = stay
-        changed = self.last is None or found.places != now
-        if changed:
-            optimizer.share_by(self._share)
+        if self.last is None or found.places != now or found.near_share != cut_now:
+            optimizer.share_by(self._share, found.near_share)
             try:
                 optimizer.place_state(found.places)
             except OutOfBudgetError as error:
                 self._corrections = CORRECTIONS + 1  # it would be the same again
                 self._say(f"optimizer state moves no more: {error}")
-                now = _places(optimizer.buckets)
-                found = timed(pieces, now, *known)
+                found = timed(self._pieces(buckets), _places(buckets), *known)
             self._say(in_words(pieces, found, self._rates, why, self._others))
             self._device.reset_peak()
         self._since = (self._steps, self._copied())
@@ -220,11 +219,11 @@ def _places(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     return tuple(bucket.place.name for bucket in buckets)
 
 
-def _state_bytes(pieces: Sequence[Piece], places: Sequence[str]) -> int:
+def _state_bytes(pieces: Sequence[Piece], found: Split) -> int:
     """Of state in device memory."""
-    return sum(
-        p.state_bytes for p, place in zip(pieces, places, strict=True) if place == "resident"
-    )
+    by_place = {"resident": 1.0, "shared": found.near_share}
+    shares = (by_place.get(place, 0.0) for place in found.places)
+    return sum(int(p.state_bytes * share) for p, share in zip(pieces, shares, strict=True))
 
 
 def _device_bytes(pieces: Sequence[Piece], places: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """Optimizer state of which the device updates one part over the link, and host threads the rest.
 
 For a large parameter whose gradient comes last: beside its update nothing is left to do, so that
-the link or the host threads, whichever does not have it, would stand idle.
+the link or the host threads, whichever does not have it, would stand idle. Of its state a part may
+be in device memory, as much as there is room for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from ts_core.transfer import CopyEngine
 
 
 class SharedPlace(Place):
-    """State in pinned RAM, of which the device updates the first values and host threads the rest.
+    """State in pinned RAM, of which the device updates one part and host threads the rest.
+
+    The first values may have theirs in device memory; the next are updated over the link.
 
     The gradient stays on the device until both have it. The host's part of it crosses the link in
     pieces, and is updated piece by piece as they arrive, before other host updates that wait.
@@ -30,9 +33,10 @@ class SharedPlace(Place):
     never waits for that of the device's.
 
     Args:
-        link: "zero_copy", of all values.
+        near: "resident", of the first values; None where all state is in host memory.
+        link: "zero_copy", of all values; its state of those of `near` is not used.
         host: of those from `first` on, over the same state.
-        first: how many values the device updates.
+        first: how many values the device updates, those of `near` included.
         work: streams of the device's updates.
         copies: engine of the link.
         gradient_h: host memory for the gradients of `host`; None where the device has no memory of
@@ -47,6 +51,7 @@ class SharedPlace(Place):
 
     def __init__(
         self,
+        near: DevicePlace | None,
         link: DevicePlace,
         host: HostPlace,
         first: int,
@@ -56,7 +61,8 @@ class SharedPlace(Place):
         submit: SubmitNewest[Event | None],
         piece: int,
     ) -> None:
-        self._link, self._host, self._first = link, host, first
+        self._near, self._link, self._host, self._first = near, link, host, first
+        self._near_values = 0 if near is None else near.state.exp_avg.numel()
         self._work = work
         self._copies = copies
         self._gradient_h = gradient_h
@@ -66,8 +72,13 @@ class SharedPlace(Place):
 
     @property
     def link(self) -> DevicePlace:
-        """All of the state, as the device reads and writes it."""
+        """All of the state that is in host memory, as the device reads and writes it."""
         return self._link
+
+    @property
+    def cuts(self) -> tuple[int, int]:
+        """Where the values end whose state is in device memory, and those that the link updates."""
+        return self._near_values, self._first
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -87,20 +98,27 @@ class SharedPlace(Place):
             return landed
 
         job = self._on_host(on_host, parts[0].gradients.landed)
-        by_device = list(_within(update.segments, 0, self._first))
-        done: Event | None = None
+        by_device: list[tuple[DevicePlace, int, int]] = [
+            (self._link, self._near_values, self._first)
+        ]
+        if self._near is not None:
+            by_device.append((self._near, 0, self._near_values))
+        done: list[Event] = []
         try:
-            # Its gradients are kept until both parts have been done.
-            done = self._link.update(replace(update, segments=by_device, held=True), scale)
+            # Its gradients are kept until all parts have been done.
+            for place, start, end in by_device:
+                segments = list(_cut(update.segments, start, end))
+                event = place.update(replace(update, segments=segments, held=True), scale)
+                done += [] if event is None else [event]
             landed = job.result()
         except BaseException:
-            # Nobody is told before both are over: what they read and write is used again then.
+            # Nobody is told before all are over: what they read and write is used again then.
             job.exception()
             parts[-1].gradients.land(self._work.device)
-            if done is not None:
-                self._work.device.host_wait(done)
+            for event in done:
+                self._work.device.host_wait(event)
             raise
-        events = [event for event in (done, landed) if event is not None]
+        events = [*done, *([] if landed is None else [landed])]
         both = self._work.launch(_nothing, events, over_link=True)
         if not update.held:
             self._work.keep(both, gradient, over_link=True)
@@ -145,13 +163,30 @@ class SharedPlace(Place):
             return job
 
     def live(self) -> dict[str, torch.Tensor]:
-        return self._link.live()
+        return self._link.live() if self._near is None else {}
 
     def read(self, name: str, offset: int, out: torch.Tensor) -> None:
-        self._link.read(name, offset, out)
+        near = self._of_near(offset, out.numel())
+        if self._near is not None and near:
+            self._near.read(name, offset, out[:near])
+        self._link.read(name, offset + near, out[near:])
 
     def write(self, name: str, offset: int, values: torch.Tensor) -> None:
-        self._link.write(name, offset, values)
+        near = self._of_near(offset, values.numel())
+        if self._near is not None and near:
+            self._near.write(name, offset, values[:near])
+        self._link.write(name, offset + near, values[near:])
+
+    def take_values(self, offset: int, values: torch.Tensor) -> None:
+        near = self._of_near(offset, values.numel())
+        if self._near is not None and near:
+            self._near.take_values(offset, values[:near])
+        self._link.take_values(offset + near, values[near:])
+        self.take_rounded(offset, values)
+
+    def _of_near(self, offset: int, count: int) -> int:
+        """How many of `count` values from `offset` on have their state in device memory."""
+        return min(max(self._near_values - offset, 0), count)
 
     def take_rounded(self, offset: int, values: torch.Tensor) -> None:
         before = min(max(self._first - offset, 0), values.numel())
@@ -161,6 +196,9 @@ class SharedPlace(Place):
     def host_bytes(self) -> int:
         copies = 0 if self._gradient_h is None else 2 * self._gradient_h.nbytes
         return self._link.host_bytes() + copies
+
+    def device_bytes(self) -> int:
+        return 0 if self._near is None else self._near.device_bytes()
 
 
 def _within(segments: Sequence[Segment], start: int, end: int) -> Iterator[Segment]:

@@ -3,15 +3,18 @@
 Host AdamW is bound by host memory, while the link in both directions and the device's memory lie
 idle. State that fits stays in device memory; the rest is split so that what the device reads and
 writes over the link, beside all else that a step copies, and what host threads update finish
-together. A pure function; `HybridSplit` measures what it needs and applies what it says.
+together; or host threads a little later, where updates begin during backward: they take the newest
+gradients first, so that their last ones, of weights that the next forward reads last, go on beside
+it. A pure function; `HybridSplit` measures what it needs and applies what it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ts_core.optim.pieces import NOTHING, Bytes, Piece
 from ts_core.optim.rates import Rates
 
 # Host threads and the link share host memory. Beside each other they do about these shares of
@@ -25,106 +28,21 @@ _ROUNDS = 8
 _LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
 
 
-class Bytes(NamedTuple):
-    """Bytes over the link, in each direction."""
-
-    to_device: int
-    to_host: int
-
-    def __add__(self, other: tuple[int, ...]) -> Bytes:  # type: ignore[override]
-        return Bytes(self[0] + other[0], self[1] + other[1])
-
-
-NOTHING = Bytes(0, 0)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One bucket, for the split.
-
-    Attributes:
-        values: parameter values.
-        param_bytes: of the parameter.
-        has_master: whether there is an fp32 copy of it.
-        paged: the parameter is in host memory: updates by the device read and write it there.
-        host_only: the device cannot reach it there.
-        waits: an update by the device finds its gradient in device memory at the end of backward,
-            where it would have left for the host otherwise.
-        passes: copies of its gradient in a step, where it leaves: one for each backward pass, but
-            for parameters whose gradients leave together.
-        link_share: of its values those that the link takes in the place "shared"; None: it is not
-            shared. For a large one whose gradient comes last, beside which nothing is left to do.
-    """
-
-    values: int
-    param_bytes: int
-    has_master: bool
-    paged: bool = False
-    host_only: bool = False
-    waits: bool = False
-    passes: int = 1
-    link_share: float | None = None
-
-    @property
-    def state_bytes(self) -> int:
-        """fp32 state of the bucket, in bytes."""
-        return self.values * (12 if self.has_master else 8)
-
-    def device_bytes(self, place: str) -> int:
-        """Device memory that this place takes for the whole of a step: of state, of gradients."""
-        if place == "host":
-            return 0
-        waiting = self.param_bytes if self.waits and not self.paged else 0
-        return waiting + (self.state_bytes if place == "resident" else 0)
-
-    def copied_bytes(self, place: str) -> Bytes:
-        """What is copied for an update in this place: new values, and gradients."""
-        if place == "shared":
-            return self._both(Piece.copied_bytes)
-        to_device = self.param_bytes if place == "host" and not self.paged else 0
-        leaves = place == "host" or self.paged
-        return Bytes(to_device, self.passes * self.param_bytes if leaves else 0)
-
-    def link_bytes(self, place: str) -> Bytes:
-        """What is copied for an update in this place, or read and written by the device."""
-        if place == "shared":
-            return self._both(Piece.link_bytes)
-        copied = self.copied_bytes(place)
-        if place == "host":
-            return copied
-        state = 0 if place == "resident" else self.state_bytes
-        # Paged: the weight is in host memory, and its gradient, which has left the device before.
-        weight = self.param_bytes if self.paged else 0
-        return Bytes(state + 2 * weight + copied.to_device, state + weight + copied.to_host)
-
-    def host_values(self, place: str) -> int:
-        """Values that host threads update."""
-        if place == "shared":
-            return int((1 - self._share) * self.values)
-        return self.values if place == "host" else 0
-
-    @property
-    def _share(self) -> float:
-        return 0.5 if self.link_share is None else self.link_share
-
-    def _both(self, count: Callable[[Piece, str], Bytes]) -> Bytes:
-        alone = replace(self, passes=1)  # its gradients leave when all are there
-        link, host = count(alone, "zero_copy"), count(alone, "host")
-        share = self._share
-        return Bytes(*(int(share * a + (1 - share) * b) for a, b in zip(link, host, strict=True)))
-
-
 @dataclass(frozen=True)
 class Split:
     """A place per bucket, and the seconds that host threads and the link should need.
 
-    `beside_s`: so much longer than the link's may the updates of host threads take.
+    Attributes:
+        places, host_s, link_s: see above.
+        beside_s: so much longer than the link's may the updates of host threads take.
+        near_share: `Piece.near_share` of the one in the place "shared".
     """
 
     places: tuple[str, ...]
     host_s: float
     link_s: float
     beside_s: float = 0.0
+    near_share: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -152,11 +70,11 @@ def split(
     """Choose a place for each bucket (a pure function).
 
     As much state as fits is resident, the largest buckets first (their gradient comes last, and
-    they would take longest); that of weights that stream only where the link is fast enough. Of the
-    rest a share goes to host threads, spread through the stack so that both sides have work all the
-    time. Weights that stream come last to the device, since their updates there move twice the
-    bytes; but those need no room. Where gradients wait on the device for updates over the link,
-    some room may be better left to those than to state.
+    they would take longest), of one that would be shared also a part; that of weights that stream
+    only where the link is fast enough. Of the rest a share goes to host threads, spread through the
+    stack so that both sides have work all the time. Weights that stream come last to the device,
+    since their updates there move twice the bytes; but those need no room. Where gradients wait on
+    the device for updates over the link, some room may be better left to those than to state.
 
     Args:
         pieces: the buckets, in order of the groups.
@@ -191,11 +109,19 @@ def _filled(
         "host" if piece.host_only else "zero_copy" if piece.link_share is None else "shared"
         for piece in pieces
     ]
+    pieces = list(pieces)
     for index in sorted(range(len(pieces)), key=lambda k: (pieces[k].paged, -pieces[k].values)):
         piece, size = pieces[index], pieces[index].device_bytes("resident")
-        if size <= room_bytes and not piece.host_only and (paged or not piece.paged):
+        if piece.host_only or (piece.paged and not paged):
+            continue
+        if size <= room_bytes:
             places[index] = "resident"
             room_bytes -= size
+        elif piece.link_share is not None:
+            share = room_bytes / size
+            piece = replace(piece, near_share=share if share >= _LEAST_PART else 0.0)
+            room_bytes -= piece.device_bytes("shared")
+            pieces[index] = piece
     room_bytes += for_gradients
     candidates = [
         _with_host_share(pieces, places, share / _SHARES, now, room_bytes)
@@ -250,7 +176,8 @@ def timed(
     host_s, link_s = _side_by_side(on_host / (rates.host * host_factor), max(moved) / rates.link)
     if any(piece.waits for piece in pieces):
         forward_s = 0.0
-    return Split(tuple(places), host_s, link_s, forward_s)
+    shares = [p.near_share for p, place in zip(pieces, places, strict=True) if place == "shared"]
+    return Split(tuple(places), host_s, link_s, forward_s, max(shares, default=0.0))
 
 
 def _spread(
@@ -297,13 +224,16 @@ def in_words(
     """The split as an event tells it."""
     total = sum(piece.values for piece in pieces) or 1
 
-    def share(name: str) -> str:
-        values = sum(
-            p.values for p, place in zip(pieces, found.places, strict=True) if place == name
-        )
-        return f"{values / total:.0%}"
+    by_place = dict.fromkeys(("resident", "zero_copy", "host", "shared"), 0.0)
+    for piece, place in zip(pieces, found.places, strict=True):
+        near = found.near_share * piece.values if place == "shared" else 0.0
+        by_place["resident"] += near
+        by_place[place] += piece.values - near
 
-    together = f", {share('shared')} by both together" if "shared" in found.places else ""
+    def share(name: str) -> str:
+        return f"{by_place[name] / total:.0%}"
+
+    together = f", {share('shared')} by both together" if by_place["shared"] else ""
     beside = ""
     if max(others) >= 1_000_000:
         to_device, to_host = (size / 1e9 for size in others)

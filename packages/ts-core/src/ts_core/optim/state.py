@@ -38,14 +38,15 @@ def fill_steps(buckets: Sequence[Bucket], entries: Mapping[Any, dict[str, Any]])
 def filled(buckets: Sequence[Bucket], mapping: type[Any]) -> Any:
     """All state, steps included; call when nothing is in flight.
 
-    Low-precision moments are expanded to fp32: from MAPPED_BYTES on in temporary files mapped into
-    memory, which the system may drop from RAM.
+    What is not in memory as it is shown (low-precision moments, state in several places) is written
+    out in fp32: from MAPPED_BYTES on to temporary files mapped into memory, which the system may
+    drop from RAM.
     """
     found = mapping(dict) if mapping is not dict else {}
-    names = ("exp_avg", "exp_avg_sq")
-    missing = [b for b in buckets if not set(names) <= set(b.place.live())]
-    size_bytes = sum(8 * bucket.layout.numel for bucket in missing)
-    expanded = {id(b): _expand(b, names, size_bytes >= MAPPED_BYTES) for b in missing}
+    missing = {b: [n for n in b.state_names if n not in b.place.live()] for b in buckets}
+    size_bytes = sum(4 * len(names) * bucket.layout.numel for bucket, names in missing.items())
+    mapped = size_bytes >= MAPPED_BYTES
+    expanded = {id(b): _expand(b, names, mapped) for b, names in missing.items()}
     for bucket in buckets:
         extra = expanded.get(id(bucket), {})
         for position, (param, entry) in enumerate(live(bucket)):

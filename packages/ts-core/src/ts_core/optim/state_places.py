@@ -17,8 +17,9 @@ class PlacedState(TorchState):
     def place_state(self, places: Sequence[str]) -> None:
         """Move the state of each bucket, in order of `buckets`.
 
-        Places are "host", "zero_copy", "resident" and "shared" (one part as in zero_copy, the rest
-        as in host). Values are kept bit for bit. Between steps; waits for updates in flight.
+        Places are "host", "zero_copy", "resident" and "shared" (some as in resident, some as in
+        zero_copy, the rest as in host; see `share_by`). Values are kept bit for bit. Between steps;
+        waits for updates in flight.
 
         Raises:
             StateError: in the middle of a step.
@@ -34,9 +35,15 @@ class PlacedState(TorchState):
             for bucket in self._updates.buckets:
                 self._show_state(bucket)
 
-    def share_by(self, share: float) -> None:
-        """Of the values of a "shared" place from now on, those that the device updates (0 to 1)."""
-        self._updates.storage.link_share = share
+    def share_by(self, link_share: float, near_share: float = 0.0) -> None:
+        """How a "shared" place divides its values from the next `place_state` on.
+
+        Args:
+            near_share: of all, those whose state is in device memory (0 to 1).
+            link_share: of the others, those that the device updates over the link.
+        """
+        self._updates.storage.link_share = link_share
+        self._updates.storage.near_share = near_share
 
     def set_homes(self, homes: Mapping[torch.nn.Parameter, TrainedHome]) -> None:
         """Trained weights have moved into host images of paged blocks, or out of them.

@@ -41,7 +41,7 @@ class Storage:
         homes: the trained weights that live in images of paged blocks.
         submit: queues work on the host thread of the updates.
         submit_newest: the same, the newest first, as host updates during backward are.
-        link_share: of the values of a "shared" place, those that the device updates.
+        link_share, near_share: of the values in a "shared" place, as in `Piece`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Storage:
         self.submit: Submit | None = None
         self.submit_newest: SubmitNewest[Event | None] | None = None
         self.link_share = 0.5
+        self.near_share = 0.0
         self._parts: PartSums | None = None
 
     def use(self, device: Device | None, copies: CopyEngine | None, arena: PinnedArena) -> None:
@@ -140,6 +141,11 @@ class Storage:
                 f"{self.kind} moments are kept by host threads only. Use moment_dtype='float32'."
             )
         for bucket, name in zip(buckets, places, strict=True):
+            place = bucket.place
+            if isinstance(place, SharedPlace) and name == "shared":
+                if place.cuts == self._cuts(bucket.layout.numel):
+                    continue
+                bucket.move(place.link)  # so that the device has no two copies
             if bucket.place.name != name:
                 bucket.move(self._place(name, bucket.layout, bucket.place))
 
@@ -201,8 +207,8 @@ class Storage:
         if not (isinstance(linked, DevicePlace) and linked.over_link):
             linked = None
         in_place = isinstance(layout, HomedLayout)
-        first = int(layout.numel * self.link_share) // PAD * PAD
-        if name == "shared" and (in_place or not 0 < first < layout.numel):
+        near, first = self._cuts(layout.numel)
+        if name == "shared" and (in_place or not near < first < layout.numel):
             name = "zero_copy"
         target = layout.flat()
         if name == "host":
@@ -213,6 +219,9 @@ class Storage:
             return DevicePlace(target, self.device_work(), self.arena, name, in_place)
         assert self.copies is not None and self.submit_newest is not None
         link = linked or DevicePlace(target, self.device_work(), self.arena, "zero_copy")
+        close = None
+        if near:
+            close = DevicePlace(target[:near], self.device_work(), self.arena, "resident")
         rest_of_state = link.state.slice(first, layout.numel)
         host = self._host_place(target[first:], False, rest_of_state)
         gradient_h = None
@@ -220,6 +229,7 @@ class Storage:
             rest = layout.numel - first
             gradient_h = self.arena.empty((rest,), layout.dtype, tag="gradients")
         return SharedPlace(
+            close,
             link,
             host,
             first,
@@ -229,6 +239,11 @@ class Storage:
             self.submit_newest,
             self._piece,
         )
+
+    def _cuts(self, numel: int) -> tuple[int, int]:
+        """`SharedPlace.cuts` of so many values."""
+        near = int(numel * self.near_share) // PAD * PAD
+        return near, near + int((numel - near) * self.link_share) // PAD * PAD
 
     @property
     def _piece(self) -> int:

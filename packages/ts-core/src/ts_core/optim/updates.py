@@ -20,9 +20,9 @@ from ts_core.optim.launch_order import in_order
 from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
 from ts_core.optim.options import StepOptions
+from ts_core.optim.pieces import Bytes
 from ts_core.optim.pipeline import UpdatePipeline
 from ts_core.optim.rates import Rates, measure_rates
-from ts_core.optim.split import Bytes
 from ts_core.optim.storage import Storage
 from ts_core.store.homes import TrainedHome
 

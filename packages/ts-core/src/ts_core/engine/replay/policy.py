@@ -164,6 +164,13 @@ class BlockReplay:
             "seconds_recording": notes.seconds,
         }
 
+    def complete(self) -> bool:
+        """Whether every block has been recorded, or cannot be.
+
+        Other places of weights, and smaller inputs, use the same pool of memory.
+        """
+        return all(block.recordings for block in self._blocks)
+
     def size_bytes(self) -> int:
         """Device memory that recordings hold."""
         return self._saved_bytes() + self.beside_bytes()
