@@ -96,6 +96,35 @@ def test_without_a_gpu_it_is_off_and_says_so() -> None:
     assert any("cuda_graphs=True: off, as there is no GPU" in line for line in report["events"])
 
 
+def test_the_peak_counts_anew_once_every_block_is_recorded(
+    recorders: list[HostRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps before had activations of their own, in place of the recordings' memory."""
+    from ts_core.device import HostDevice
+
+    model = tiny_model(depth=3, full=True)
+    model, optimizer = wrap(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        quantize="none",
+        device="host",
+        offload=True,
+        cuda_graphs=True,
+        recompute=True,
+    )
+    session = model._trainstream_session
+    resets: list[int] = []
+    monkeypatch.setattr(HostDevice, "reset_peak", lambda self: resets.append(session.steps))
+    train(model, optimizer, 8)
+    assert session.replay.complete()
+    recorded = 3  # the first sight, the watched call, the recorded one
+    assert [step for step in resets if step >= recorded] == [recorded]
+    session.replay.forget()
+    assert not session.replay.complete()
+    train(model, optimizer, 6)
+    assert session.replay.complete() and len([step for step in resets if step > recorded]) == 1
+
+
 def test_unwrap_drops_what_was_recorded(recorders: list[HostRecorder]) -> None:
     model, _ = run(True)
     replay = model._trainstream_session.replay
