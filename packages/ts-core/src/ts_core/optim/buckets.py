@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,19 @@ from ts_core.optim.parts import PartSums
 from ts_core.optim.places import Place, Segment, Update
 from ts_core.optim.read_guard import Flight
 from ts_core.transfer import CopyEngine
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a compute stream.
+
+    Attributes:
+        event: recorded there.
+        stream: `Device.compute_key` of the stream.
+    """
+
+    event: Event
+    stream: int | None
 
 
 @dataclass(frozen=True)
@@ -168,20 +181,21 @@ class Bucket:
         pending, self._pending = self._pending, {}
         self._gradients.absorb(pending, self.counts, new)
 
-    def close(self, norm: torch.Tensor | None) -> bool:
+    def close(self, measure: bool) -> torch.Tensor | None:
         """All gradients of the step are here.
 
         Args:
-            norm: 1-D fp64 tensor on the device for their 2-norms, where they are wanted.
+            measure: their norms are wanted.
 
         Returns:
-            Whether `norm` is being filled; else `measuring` does it on the host.
+            Their 2-norms (1-D fp64, on the device) where they leave it now. Where they wait there,
+            they are measured together with others (`waiting_gradients`), else by `measuring`.
         """
         self._absorb()
         self.closed = True
         self.take_foreign_values()
-        self._sealed, filled = self._gradients.seal(self.counts, norm)
-        return filled
+        self._sealed, norms = self._gradients.seal(self.counts, measure and not self.measured_late)
+        return norms
 
     def take_foreign_values(self) -> None:
         """Values the user wrote since the last update count from now on."""
@@ -202,15 +216,16 @@ class Bucket:
 
         return work
 
-    @torch.no_grad()
-    def measure_on_device(self, norm: torch.Tensor) -> bool:
-        """Fill `norm` (as for `close`) from closed gradients, where those wait on a device."""
+    @property
+    def measured_late(self) -> bool:
+        """Whether the device measures gradients once all have come, as they wait there."""
+        return self.gradients_stay and self._copies.device.separate_memory
+
+    def waiting_gradients(self) -> list[torch.Tensor]:
+        """Each closed gradient, where it waits."""
         assert self._sealed is not None
-        if not self.gradients_stay or not self._copies.device.separate_memory:
-            return False
-        each = self.layout.split(self._sealed.flat)
-        torch.stack(torch._foreach_norm(each, 2, torch.float64), out=norm)
-        return True
+        flat = self._sealed.flat
+        return self.layout.split(flat) if self.layout.many else [flat]
 
     def averaging(self, ranks: Ranks, measure: bool, threads: int) -> Callable[[], Measured]:
         """Work for a host thread: make the gradients their mean over `ranks`, and measure that."""
@@ -233,14 +248,13 @@ class Bucket:
             if count
         ]
 
-    def mark_written(self) -> None:
-        """Tell autograd that the values change, as an in-place operation would.
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that have a gradient."""
+        return [p for p, count in zip(self.params, self.counts, strict=True) if count]
 
-        A graph that still needs the old values then raises, as after torch's own optimizers.
-        """
-        positions = [p for p, count in enumerate(self.counts) if count]
-        torch.autograd.graph.increment_version([self.params[p] for p in positions])
-        self.layout.note_values(positions)
+    def note_values(self) -> None:
+        """The present values of those that have a gradient are ours."""
+        self.layout.note_values([p for p, count in enumerate(self.counts) if count])
 
     def reset(self) -> None:
         """Forget the step's gradients and counts."""
@@ -254,21 +268,33 @@ class Bucket:
 
     # -- update ----------------------------------------------------------------------------
 
-    def take_update(self, hyper: Hyper) -> Update:
+    @property
+    def closed_at(self) -> Point:
+        """Where its last gradient had come, of an update that is still to be taken."""
+        assert self._sealed is not None and self._sealed.closed is not None
+        return Point(self._sealed.closed, self._sealed.stream)
+
+    def take_update(self, hyper: Hyper, point: Point) -> Update:
         """This step's update, to be queued; counts it in `steps`.
 
         On the calling thread, before reads of the parameters are guarded. The update alone keeps
         the gradients from here on, which may be long before step().
+
+        Args:
+            hyper: of the update.
+            point: behind the last reads of the old values, and behind `close`.
         """
         sealed, self._sealed = self._sealed, None
         assert sealed is not None
+        if sealed.stream == point.stream and sealed.behind is not None:
+            sealed = replace(sealed, behind=point.event)  # not before it: one wait for both
         readers = self.layout.begin_update()
         update = Update(
             target=self._flat,
             gradients=sealed,
             segments=list(self._segments()),
             hyper=hyper,
-            behind=[self._copies.record_compute()] if readers is None else readers,
+            behind=[point.event] if readers is None else readers,
         )
         for position, count in enumerate(self.counts):
             if count:
@@ -282,12 +308,15 @@ class Bucket:
                 if segment.offset <= offset < segment.offset + max(segment.size, 1):
                     self.steps[position] = segment.step - 1
 
-    def flew(self, job: Future[Event | None], guards: bool) -> Flight:
+    def flight_of(self, job: Future[Event | None], guards: bool) -> Flight:
         """`job` runs the update; `guards`: reads wait for it by themselves."""
-        self.flight = Flight(job, self._copies, guards, self.home is not None)
+        return Flight(job, self._copies, guards, self.home is not None)
+
+    def flew(self, flight: Flight) -> None:
+        """The update is on its way."""
+        self.flight = flight
         if self.home is not None:
-            self.home.writer = self.flight
-        return self.flight
+            self.home.writer = flight
 
     def finish(self) -> None:
         """Make the calling thread and its compute stream wait for the last update, if any."""

@@ -62,12 +62,12 @@ class DeviceWork:
         edges.pause(self.device, stream)
         return stream.record()
 
-    def keep(self, event: Event, tensor: torch.Tensor, over_link: bool) -> None:
-        """Hold `tensor` until `event` of `launch`; beyond the limit wait for the oldest."""
-        size = tensor.numel() * tensor.element_size()
+    def keep(self, event: Event, tensors: Sequence[torch.Tensor], over_link: bool) -> None:
+        """Hold `tensors` until `event` of `launch`; beyond the limit wait for the oldest."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         lane = self._lane(over_link)
         with self._lock:
-            lane.kept.append((event, size, tensor))
+            lane.kept.append((event, size, tensors))
             self._kept_bytes += size
             for each in (self._near, self._link):
                 while each.kept and each.kept[0][0].query():
@@ -126,31 +126,35 @@ class DevicePlace(Place):
             _require_pinned([*linked, *([target] if in_place else [])], arena)
 
     def update(self, update: Update, scale: float) -> Event | None:
-        device = self._work.device
-        gradient = update.gradients.flat
-        after = [*_queued(update.behind), *update.gradients.ready(device)]
+        return update_together([(self, update)], scale)
+
+    @property
+    def work(self) -> DeviceWork:
+        """The streams of its updates."""
+        return self._work
+
+    def after(self, update: Update) -> list[Event]:
+        """What the update waits for (worker thread)."""
+        after = [*_queued(update.behind), *update.gradients.ready(self._work.device)]
         if self._written is not None:  # a paged weight's gradient may have left before that
             after.append(self._written)
             self._written = None
+        return after
 
-        def work() -> None:
-            for segment in update.segments:
-                start, end = segment.offset, segment.offset + segment.size
-                update_on_device(
-                    update.target[start:end],
-                    gradient[start:end],
-                    self.state.slice(start, end),
-                    update.hyper,
-                    segment.step,
-                    scale,
-                    over_link=self.over_link,
-                    device=device.torch_device,
-                )
-
-        event = self._work.launch(work, after, self.over_link)
-        if not update.held:
-            self._work.keep(event, gradient, self.over_link)
-        return event
+    def run(self, update: Update, scale: float) -> None:
+        """The kernels of the update, on the current stream."""
+        for segment in update.segments:
+            start, end = segment.offset, segment.offset + segment.size
+            update_on_device(
+                update.target[start:end],
+                update.gradients.flat[start:end],
+                self.state.slice(start, end),
+                update.hyper,
+                segment.step,
+                scale,
+                over_link=self.over_link,
+                device=self._work.device.torch_device,
+            )
 
     def live(self) -> dict[str, torch.Tensor]:
         found = {"exp_avg": self.state.exp_avg, "exp_avg_sq": self.state.exp_avg_sq}
@@ -180,6 +184,33 @@ class DevicePlace(Place):
 
     def _bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.state.tensors())
+
+
+def update_together(updates: Sequence[tuple[Place, Update]], scale: float) -> Event:
+    """Updates of one stream as one piece of work, whose waits and whose end are queued once.
+
+    For the host each of these takes as long as a kernel's launch.
+
+    Args:
+        updates: of `DevicePlace`s of one `DeviceWork`, all over the link or all not.
+        scale: as for `Place.update`, from the worker thread too.
+    """
+    parts = [(place, update) for place, update in updates if isinstance(place, DevicePlace)]
+    assert parts and len(parts) == len(updates)
+    first = parts[0][0]
+    work, over_link = first.work, first.over_link
+    # (most wait for the same event; the dictionary leaves each in once)
+    after = {id(event): event for place, update in parts for event in place.after(update)}
+
+    def run() -> None:
+        for place, update in parts:
+            place.run(update, scale)
+
+    event = work.launch(run, list(after.values()), over_link)
+    kept = [update.gradients.flat for _, update in parts if not update.held]
+    if kept:
+        work.keep(event, kept, over_link)
+    return event
 
 
 def _queued(readers: Sequence[Event]) -> list[Event]:

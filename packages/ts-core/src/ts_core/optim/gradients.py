@@ -10,6 +10,7 @@ import torch
 
 from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
+from ts_core.optim.device_norms import in_one, norms_of
 from ts_core.optim.layout import FlatPieces
 from ts_core.optim.parts import PartSums
 from ts_core.optim.without_grad import without_grad
@@ -24,12 +25,16 @@ class Sealed:
         flat: [numel] in the parameters' dtype, where the update runs; parts of parameters without
             a gradient are undefined.
         behind: event on the compute stream after which `flat` is final (device memory).
+        closed: event on the compute stream when the last gradient had come.
+        stream: `Device.compute_key` of the stream that these two are of.
         arrived: event after which `flat` holds the first part (host memory).
         summed: done when all later parts have been added.
     """
 
     flat: torch.Tensor
     behind: Event | None = None
+    closed: Event | None = None
+    stream: int | None = None
     arrived: Event | None = None
     summed: Future[None] | None = None
 
@@ -147,18 +152,19 @@ class Gradients:
             self._summed = self._parts.add(self._host, flat, behind)
 
     @without_grad
-    def seal(self, counts: Sequence[int], norm: torch.Tensor | None) -> tuple[Sealed, bool]:
+    def seal(self, counts: Sequence[int], measure: bool) -> tuple[Sealed, torch.Tensor | None]:
         """All gradients of the step are here.
 
         Args:
             counts: passes per parameter; those with 0 have no gradient.
-            norm: a 1-D fp64 tensor on the device for the 2-norm of each gradient, or None. (The
-                host measures in fp64 too: the clipping factor does not depend on who measured.)
+            measure: have the device measure them, where it can: where they are whole on a device of
+                its own. (The host measures in fp64 too: the clipping factor does not depend on who
+                measured.)
 
         Returns:
-            What the update needs, and whether `norm` was filled: it is where whole gradients are on
-            a device of its own. Else, and where they were summed over several passes on their way
-            to the host, the host measures what has landed.
+            What the update needs, and the 2-norm of each gradient (1-D fp64) if it was measured.
+            Where gradients were summed over several passes on their way to the host, the host
+            measures what has landed.
         """
         copies = self._copies
         whole = self._stage if self._layout.many else self._single
@@ -166,22 +172,26 @@ class Gradients:
             missing = [view for view, count in zip(self._views, counts, strict=True) if not count]
             torch._foreach_zero_(missing)
         at_once = not (self._to_host and self.several)
-        measured = False
-        if norm is not None and whole is not None and at_once and copies.device.separate_memory:
-            each = self._views if self._layout.many else [whole]
-            torch.stack(torch._foreach_norm(each, 2, torch.float64), out=norm)
-            measured = True
-        behind = copies.record_compute()
+        norms = None
+        if measure and whole is not None and at_once and copies.device.separate_memory:
+            norms = in_one(norms_of(self._views if self._layout.many else [whole]))
+        closed, stream = copies.record_compute(), copies.device.compute_key()
         if not self._to_host:
             assert whole is not None
-            sealed = Sealed(whole, behind=behind)
+            sealed = Sealed(whole, behind=closed, closed=closed, stream=stream)
         else:
             assert self._host is not None
             if self._stage is not None:
-                self._arrived = copies.d2h(self._host, self._stage, after=behind)
-            sealed = Sealed(self._host, arrived=self._arrived, summed=self._summed)
+                self._arrived = copies.d2h(self._host, self._stage, after=closed)
+            sealed = Sealed(
+                self._host,
+                closed=closed,
+                stream=stream,
+                arrived=self._arrived,
+                summed=self._summed,
+            )
         self.reset()
-        return sealed, measured
+        return sealed, norms
 
     def reset(self) -> None:
         """Forget the step's gradients."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ts_core.device.base import Event
+from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.buckets import Bucket, Measured
+from ts_core.optim.device_norms import in_one, norms_of
 from ts_core.optim.layout import is_sharded
 from ts_core.transfer import CopyEngine
 
@@ -27,10 +27,36 @@ class Verdict:
     skip: bool = False
 
 
-class NormParts:
-    """Device memory for the norms of parameters (fp64), and its way to the host.
+@dataclass(frozen=True)
+class Fetched:
+    """Norms on their way to the host.
 
-    Two sets in turn, so that a step's parts are not overwritten while the host reads them.
+    Attributes:
+        event: after which they are there.
+        norms_h: one after the other.
+        parts: by bucket, where they come from; kept until they have been read.
+        device: that has measured them.
+    """
+
+    event: Event
+    norms_h: torch.Tensor
+    parts: Mapping[int, torch.Tensor]
+    device: Device
+
+    def by_bucket(self) -> dict[int, list[float]]:
+        """Norms by index of their bucket; waiting holds no core (worker thread)."""
+        self.device.host_wait(self.event)
+        sizes = [part.numel() for part in self.parts.values()]
+        each = self.norms_h.split(sizes)
+        return {index: norms.tolist() for index, norms in zip(self.parts, each, strict=True)}
+
+
+class NormParts:
+    """Norms of parameters (fp64) that the device has measured, and their way to the host.
+
+    They stay as the device returned them, and are put together once all have come: one launch and
+    one copy, however many buckets there are. The host has two buffers in turn, so that a step's
+    norms are not overwritten while they are read.
 
     Args:
         sizes: parameters per bucket. (One norm each, so that the sum does not depend on how
@@ -40,48 +66,49 @@ class NormParts:
     """
 
     def __init__(self, sizes: Sequence[int], copies: CopyEngine, arena: PinnedArena) -> None:
-        count = sum(sizes)
         self.sizes = list(sizes)
-        self._ends = list(itertools.accumulate(sizes))
         self._copies = copies
-        self._device_sets: list[torch.Tensor] = []
+        self._parts: dict[int, torch.Tensor] = {}
         self._host_sets: list[torch.Tensor] = []
         if copies.device.separate_memory:
-            where = copies.device.torch_device
-            self._device_sets = [
-                torch.zeros(count, dtype=torch.float64, device=where) for _ in range(2)
-            ]
             self._host_sets = [
-                arena.empty((count,), torch.float64, tag="gradients") for _ in range(2)
+                arena.empty((sum(sizes),), torch.float64, tag="gradients") for _ in range(2)
             ]
 
     def take_over(self, before: NormParts) -> None:
         """Buckets have come after those of `before`, perhaps in the middle of a step."""
-        if before.sizes != self.sizes[: len(before.sizes)]:
-            return  # between steps
-        for here, there in zip(self._device_sets, before._device_sets, strict=False):
-            here[: there.numel()].copy_(there)
+        if before.sizes == self.sizes[: len(before.sizes)]:  # else between steps
+            self._parts = before._parts
 
-    def part(self, step: int, index: int) -> torch.Tensor | None:
-        """Where bucket `index` puts its norms in this step (1-D); None on the host device."""
-        return self.of(self._device_sets[step % 2], index) if self._device_sets else None
+    def add(self, index: int, norms: torch.Tensor) -> None:
+        """Bucket `index` has been measured (1-D, one per parameter)."""
+        self._parts[index] = norms
 
-    def of(self, parts: torch.Tensor, index: int) -> torch.Tensor:
-        """The norms of bucket `index` among all, in the order of its parameters."""
-        end = self._ends[index]
-        return parts[end - self.sizes[index] : end]
+    def __contains__(self, index: int) -> bool:
+        return index in self._parts
 
-    def fetch(self, step: int) -> tuple[Event, torch.Tensor] | None:
-        """Queue the copy of this step's parts to the host."""
-        if not self._device_sets:
+    @torch.no_grad()
+    def measure(self, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Measure the gradients of several buckets together."""
+        norms = in_one(norms_of([one for each in gradients.values() for one in each]))
+        parts = norms.split([len(each) for each in gradients.values()])
+        self._parts.update(zip(gradients, parts, strict=True))
+
+    def drop(self) -> None:
+        """The step's gradients are dropped."""
+        self._parts = {}
+
+    @torch.no_grad()
+    def fetch(self, step: int) -> Fetched | None:
+        """Queue the copy of this step's norms to the host; they are gone from here then."""
+        if not self._parts:
             return None
-        here, there = self._host_sets[step % 2], self._device_sets[step % 2]
-        return self._copies.d2h(here, there, after=self._copies.record_compute()), here
-
-    def arrived(self, event: Event, parts: torch.Tensor) -> torch.Tensor:
-        """What `fetch` returned, once it is on the host; waiting holds no core (worker thread)."""
-        self._copies.device.host_wait(event)
-        return parts
+        parts = dict(sorted(self._parts.items()))
+        self._parts = {}
+        norms = torch.cat(list(parts.values()))
+        norms_h = self._host_sets[step % 2][: norms.numel()]
+        event = self._copies.d2h(norms_h, norms, after=self._copies.record_compute())
+        return Fetched(event, norms_h, parts, self._copies.device)
 
 
 def judge(

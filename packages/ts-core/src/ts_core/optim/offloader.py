@@ -199,7 +199,7 @@ class _Piece:
 
     def seal(self) -> Sealed:
         self._absorb()
-        sealed, _ = self.gradients.seal(self._counts, None)
+        sealed, _ = self.gradients.seal(self._counts, measure=False)
         self._counts = [0] * len(self._counts)
         return sealed
 

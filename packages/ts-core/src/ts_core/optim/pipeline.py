@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -12,9 +14,11 @@ import torch
 from ts_core.device.base import Device, Event
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim import norms, read_guard
-from ts_core.optim.buckets import Bucket, Measured
+from ts_core.optim.buckets import Bucket, Measured, Point
 from ts_core.optim.data_parallel import Ranks
+from ts_core.optim.device_places import update_together
 from ts_core.optim.held import HeldGradients
+from ts_core.optim.launch_order import together
 from ts_core.optim.layout import Hyper
 from ts_core.optim.newest_first import NewestFirst
 from ts_core.optim.norms import NormParts, Verdict
@@ -23,6 +27,8 @@ from ts_core.optim.places import Update
 from ts_core.transfer import CopyEngine
 
 T = TypeVar("T")
+
+_LONGEST_HOLD_S = 0.1
 
 
 class UpdatePipeline:
@@ -43,7 +49,6 @@ class UpdatePipeline:
         self._newest_first = NewestFirst["Event | None"](self._host)
         self._measured: dict[int, Future[Measured]] = {}
         self._averaged: dict[Bucket, Future[Measured]] = {}
-        self._on_device: set[int] = set()
         self._held: HeldGradients | None = None
         self._parts: NormParts | None = None
 
@@ -57,32 +62,33 @@ class UpdatePipeline:
         """Queue work on the host thread as host updates during backward are, the newest first."""
         return self._newest_first.submit(work, ready)
 
-    def close(
-        self,
-        bucket: Bucket,
-        index: int,
-        step: int,
-        measure: bool,
-        threads: int,
-    ) -> None:
-        """All gradients of a bucket are here; start measuring them if the norm is wanted."""
-        part = None
-        if measure and self._parts is not None:
-            part = self._parts.part(step, index)
-        if bucket.close(part):
-            self._on_device.add(index)
-        elif measure:
+    def close(self, bucket: Bucket, index: int, measure: bool, threads: int) -> None:
+        """All gradients of a bucket are here; start measuring them if the norm is wanted.
+
+        Those that wait on the device are measured later, all together (`measure_rest`): one by
+        one, the launches would cost the host more than the rest of a backward.
+        """
+        norms = bucket.close(measure)
+        if norms is not None:
+            assert self._parts is not None
+            self._parts.add(index, norms)
+        elif measure and not bucket.measured_late:
             self._measured[index] = self._host.submit(bucket.measuring(threads))
 
-    def measure_late(self, bucket: Bucket, index: int, step: int, threads: int) -> None:
-        """The norm is wanted only now: measure a closed bucket, if that has not been done."""
-        if index in self._measured or index in self._on_device:
-            return
-        part = None if self._parts is None else self._parts.part(step, index)
-        if part is not None and bucket.measure_on_device(part):
-            self._on_device.add(index)
-        else:
-            self._measured[index] = self._host.submit(bucket.measuring(threads))
+    def measure_rest(self, buckets: Mapping[int, Bucket], threads: int) -> None:
+        """Measure what has not been measured of closed buckets, given by index."""
+        if self._parts is None:
+            return  # there has been no gradient yet
+        late: dict[int, list[torch.Tensor]] = {}
+        for index, bucket in buckets.items():
+            if index in self._measured or index in self._parts:
+                continue
+            if bucket.measured_late:
+                late[index] = bucket.waiting_gradients()
+            else:
+                self._measured[index] = self._host.submit(bucket.measuring(threads))
+        if late:
+            self._parts.measure(late)
 
     def average(self, bucket: Bucket, index: int, ranks: Ranks, options: StepOptions) -> None:
         """Queue the average of a closed bucket's gradients, and its measurement if wanted."""
@@ -115,20 +121,10 @@ class UpdatePipeline:
         collective, which belongs on the calling thread.
         """
         measured, self._measured = self._measured, {}
-        indices, self._on_device = sorted(self._on_device), set()
-        fetched = None
-        if indices:
-            assert self._parts is not None
-            fetched = self._parts.fetch(step)
-
-        parts = self._parts
+        fetched = None if self._parts is None else self._parts.fetch(step)
 
         def device_norms() -> dict[int, list[float]]:
-            if fetched is None:
-                return {}
-            assert parts is not None
-            arrived = parts.arrived(*fetched)
-            return {index: parts.of(arrived, index).tolist() for index in indices}
+            return {} if fetched is None else fetched.by_bucket()
 
         def decide(total: float, bad: str) -> Verdict:
             norm = total**0.5 if total == total else total
@@ -156,19 +152,22 @@ class UpdatePipeline:
     def launch_during_backward(
         self, bucket: Bucket, hyper: Hyper, device: Device, limit_bytes: int
     ) -> None:
-        """`launch`; gradients on the device take at most `limit_bytes` until they are read.
+        """Queue a bucket's update as it closes; reads of its parameters wait from here on.
+
+        Gradients on the device take at most `limit_bytes` until they are read.
 
         Host threads take the newest gradients first, whose weights the next forward reads first.
         The device's updates are then what bounds the step, so a backward that waits for them loses
         nothing.
         """
+        point, guards = bucket.closed_at, self.guards(bucket.trained())
         if not bucket.gradients_stay:
-            self.launch(bucket, hyper, None, newest_first=True)
+            self._launch([bucket], [hyper], None, point, guards, newest_first=True)
             return
         if self._held is None:
             self._held = HeldGradients(device)
         self._held.make_room(bucket.gradient_bytes, limit_bytes)
-        self.launch(bucket, hyper, None, self._held)
+        self._launch([bucket], [hyper], None, point, guards, self._held)
 
     def let_go(self) -> None:
         """Hold no gradients: later work waits for the updates that read them."""
@@ -177,77 +176,134 @@ class UpdatePipeline:
 
     def launch(
         self,
-        bucket: Bucket,
-        hyper: Hyper,
+        buckets: Sequence[Bucket],
+        hypers: Mapping[Bucket, Hyper],
         verdict: Future[Verdict] | None,
-        held: HeldGradients | None = None,
-        newest_first: bool = False,
-    ) -> read_guard.Flight:
-        """Queue a closed bucket's update; reads of its parameters wait from here on.
+        copies: CopyEngine,
+        together_bytes: int,
+    ) -> None:
+        """Queue the updates of closed buckets; reads of their parameters wait from here on.
 
         Args:
-            bucket, hyper: which, and how.
-            verdict: what the update waits for; None for nothing.
-            held: keeps its gradients; None: the place of its state does.
+            buckets: in the order of their updates.
+            hypers: how to update each.
+            verdict: what the updates wait for; None for nothing.
+            copies: the link.
+            together_bytes: of gradients whose updates are queued for the device as one, at most.
+        """
+        if not buckets:
+            return
+        for bucket in buckets:  # what was written since they closed counts
+            bucket.take_foreign_values()
+        point = Point(copies.record_compute(), copies.device.compute_key())
+        may_guard = self.may_guard()
+        with self._workers_held():
+            for group in together(buckets, together_bytes):
+                guards = may_guard and all(read_guard.can_guard(b.trained()) for b in group)
+                self._launch(group, [hypers[b] for b in group], verdict, point, guards)
+
+    @contextmanager
+    def _workers_held(self) -> Iterator[None]:
+        """Neither worker begins while this is open, but for what they have already.
+
+        Their Python would take turns with the caller's, which queues the more slowly for it. It is
+        no lock: they begin after a while in any case, as a thread that the caller waits for may
+        itself wait for an update (a forward in another thread, say).
+        """
+        begin = threading.Event()
+        try:
+            for worker in (self._host, self._device):
+                worker.submit(begin.wait, _LONGEST_HOLD_S)
+            yield
+        finally:
+            begin.set()
+
+    def _launch(
+        self,
+        buckets: Sequence[Bucket],
+        hypers: Sequence[Hyper],
+        verdict: Future[Verdict] | None,
+        point: Point,
+        guards: bool,
+        held: HeldGradients | None = None,
+        newest_first: bool = False,
+    ) -> None:
+        """Queue the updates of buckets as one.
+
+        Args:
+            buckets, hypers: which, and how.
+            verdict: what the updates wait for; None for nothing.
+            point: of the compute stream, behind the last reads of the old values.
+            guards: whether reads of the parameters wait by themselves.
+            held: keeps their gradients; None: the place of their state does.
             newest_first: a host update goes before others whose gradients came earlier.
         """
-        trained = [p for p, count in zip(bucket.params, bucket.counts, strict=True) if count]
-        if bucket.used is None:  # not during backward: what was written since the close counts
-            bucket.take_foreign_values()
-        guards = self.guards(trained)
-        with bucket.layout.writing():
-            bucket.mark_written()
-            update = bucket.take_update(hyper)
-            update.held = held is not None
-            job = self._queue(bucket, update, verdict, newest_first)
-            if held is not None:
-                held.add(job, update.gradients.flat, bucket.place.over_link)
-            flight = bucket.flew(job, guards)
+        trained = [param for bucket in buckets for param in bucket.trained()]
+        first = buckets[0]
+        with first.layout.writing():  # (a paged weight is by itself)
+            # Tell autograd that the values change, as an in-place operation would: a graph that
+            # still needs the old ones then raises, as after torch's own optimizers.
+            torch.autograd.graph.increment_version(trained)
+            updates: list[tuple[Bucket, Update]] = []
+            for bucket, hyper in zip(buckets, hypers, strict=True):
+                bucket.note_values()
+                update = bucket.take_update(hyper, point)
+                update.held = held is not None
+                updates.append((bucket, update))
+            job = self._queue(updates, verdict, newest_first)
+            flight = first.flight_of(job, guards)
+            for bucket, update in updates:
+                if held is not None:
+                    held.add(job, update.gradients.flat, bucket.place.over_link)
+                bucket.flew(flight)
         if guards:
             read_guard.guard(trained, flight)
-        return flight
 
     def _queue(
         self,
-        bucket: Bucket,
-        update: Update,
+        updates: Sequence[tuple[Bucket, Update]],
         verdict: Future[Verdict] | None,
         newest_first: bool,
     ) -> Future[Event | None]:
-        place = bucket.place
-        averaged = self._averaged.pop(bucket, None)
+        averaged = [self._averaged.pop(b) for b, _ in updates if b in self._averaged]
+        placed = [(bucket.place, update) for bucket, update in updates]
+        place, first = placed[0]
 
         def work() -> Event | None:
             scale = 1.0
-            if averaged is not None:
-                averaged.result()
+            for average in averaged:
+                average.result()
             if verdict is not None:
                 found = verdict.result()
                 if found.skip:
-                    bucket.uncount(update)
+                    for bucket, skipped in updates:
+                        bucket.uncount(skipped)
                     return None
                 scale = found.scale
-            return place.update(update, scale)
+            if len(placed) == 1:
+                return place.update(first, scale)
+            return update_together(placed, scale)
 
         if newest_first and not place.on_device:
-            return self._newest_first.submit(work, functools.partial(place.ready, update))
+            return self._newest_first.submit(work, functools.partial(place.ready, first))
         worker = self._device if place.on_device else self._host
         return worker.submit(work)
 
+    def may_guard(self) -> bool:
+        """Whether reads of plain parameters may wait by themselves at present."""
+        return self.guard_reads and not read_guard.compiled_code_in_use()
+
     def guards(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Whether reads of these wait by themselves; else step() waits, or the caller does."""
-        return (
-            self.guard_reads
-            and read_guard.can_guard(params)
-            and not read_guard.compiled_code_in_use()
-        )
+        return self.may_guard() and read_guard.can_guard(params)
 
     def drop_measures(self) -> None:
         """The step's gradients are dropped."""
         for job in self._measured.values():
             job.result()
         self._measured.clear()
-        self._on_device.clear()
+        if self._parts is not None:
+            self._parts.drop()
 
 
 def _bad_parts(by_index: dict[int, list[float]], count: int, buckets: Sequence[Bucket]) -> str:

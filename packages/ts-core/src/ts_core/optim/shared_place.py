@@ -121,7 +121,7 @@ class SharedPlace(Place):
         events = [*done, *([] if landed is None else [landed])]
         both = self._work.launch(_nothing, events, over_link=True)
         if not update.held:
-            self._work.keep(both, gradient, over_link=True)
+            self._work.keep(both, [gradient], over_link=True)
         return both
 
     def _parts_of_host(self, update: Update) -> list[Update]:

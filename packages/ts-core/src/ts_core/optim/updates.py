@@ -15,14 +15,15 @@ from ts_core.optim import checks
 from ts_core.optim.backwards import BackwardWatch
 from ts_core.optim.buckets import Bucket, carry_state
 from ts_core.optim.data_parallel import Ranks
+from ts_core.optim.group_table import GroupTable
 from ts_core.optim.hybrid import HybridSplit
 from ts_core.optim.launch_order import in_order
-from ts_core.optim.layout import Hyper
 from ts_core.optim.norms import Verdict
 from ts_core.optim.options import StepOptions
 from ts_core.optim.pieces import Bytes
 from ts_core.optim.pipeline import UpdatePipeline
 from ts_core.optim.rates import Rates, measure_rates
+from ts_core.optim.read_guard import can_guard
 from ts_core.optim.storage import Storage
 from ts_core.store.homes import TrainedHome
 
@@ -67,12 +68,11 @@ class Updates:
         self.forward_s: Callable[[], float] = lambda: 0.0
         self.ranks: Ranks | None = None
         self._groups = groups
+        self._table = GroupTable(groups)
         self._say = say
         self.arrivals = 0
         self._backwards = BackwardWatch()
         self._warned_late: set[str] = set()
-        self._signature: tuple[tuple[int, int, int], ...] = ()
-        self._group_by_id: dict[int, dict[str, Any]] = {}
         self._process = os.getpid()
 
     def build(self) -> Iterator[Bucket]:
@@ -210,9 +210,9 @@ class Updates:
     def _close(self, index: int) -> None:
         bucket, options = self.buckets[index], self.options
         measure = options.needs_norm and self.ranks is None  # else the average is measured
-        self.pipeline.close(bucket, index, self.steps, measure, options.threads)
+        self.pipeline.close(bucket, index, measure, options.threads)
         if options.eager:
-            bucket.used = self._hyper(bucket)
+            bucket.used = self._table.hyper(bucket)
             assert self.storage.copies is not None
             self.pipeline.launch_during_backward(
                 bucket,
@@ -223,27 +223,7 @@ class Updates:
 
     def group_of(self, param: torch.nn.Parameter) -> dict[str, Any] | None:
         """The param group that holds `param` now; None if the user took it out."""
-        groups = self._groups()
-        signature = tuple(
-            (id(group), id(group["params"]), len(group["params"])) for group in groups
-        )
-        if signature != self._signature:
-            self._signature = signature
-            self._group_by_id = {id(p): group for group in groups for p in group["params"]}
-        return self._group_by_id.get(id(param))
-
-    def _hyper(self, bucket: Bucket) -> Hyper:
-        first = self.group_of(bucket.params[0])  # also brings the table up to date
-        others = [self._group_by_id.get(id(param)) for param in bucket.params[1:]]
-        found = [group for group in (first, *others) if group is not None]
-        if any(group is not found[0] for group in found):
-            raise StateError(
-                "parameters were moved between param groups after their optimizer state was made. "
-                "Build the optimizer with the groups as they are to be."
-            )
-        group = found[0]
-        beta1, beta2 = group["betas"]
-        return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+        return self._table.group_of(param)
 
     # -- step ------------------------------------------------------------------------------------
 
@@ -265,8 +245,10 @@ class Updates:
         if not self.options.eager:
             self.pipeline.let_go()  # what eager updates of steps before held
         self._launch(waiting, self.options.needs_norm and len(waiting) == len(active))
+        may_guard = self.pipeline.may_guard()
         for bucket in buckets:
-            if self.pipeline.guard_reads and not self.pipeline.guards(bucket.params):
+            waits = may_guard and can_guard(bucket.params)
+            if self.pipeline.guard_reads and not waits:
                 bucket.finish()
             bucket.reset()
         self._backwards.clear()
@@ -292,26 +274,27 @@ class Updates:
         """
         options = self.options
         buckets = [self.buckets[index] for index in waiting]
-        buckets = in_order(buckets)
-        hypers = [self._hyper(bucket) for bucket in buckets]  # before anything is queued
+        hypers = self._table.hypers(buckets)  # before anything is queued
         verdict = None
         if not by_norm:
             self.pipeline.drop_measures()
         else:
-            for index in waiting:
-                bucket = self.buckets[index]
-                self.pipeline.measure_late(bucket, index, self.steps, options.threads)
+            self.pipeline.measure_rest(dict(zip(waiting, buckets, strict=True)), options.threads)
             verdict = self.pipeline.verdict(
                 self.buckets, self.steps, options.max_grad_norm, options.skip_nonfinite, self._say
             )
             self.norm = verdict
-        for bucket, hyper in zip(buckets, hypers, strict=True):
-            self.pipeline.launch(bucket, hyper, verdict)
+        if buckets:
+            assert self.storage.copies is not None
+            limit_bytes = self.storage.device_inflight_bytes() // 4
+            self.pipeline.launch(
+                in_order(buckets), hypers, verdict, self.storage.copies, limit_bytes
+            )
 
     def _check_unchanged(self, updated: Sequence[Bucket]) -> None:
         """Eager updates ran during backward: a value set since then came too late for them."""
         late = ""
-        if any(bucket.used != self._hyper(bucket) for bucket in updated):
+        if any(bucket.used != self._table.hyper(bucket) for bucket in updated):
             late = "lr or another hyper-parameter was changed"
         elif self.options.needs_norm:
             late = "clipping, or another option that needs the norm, was switched on"
