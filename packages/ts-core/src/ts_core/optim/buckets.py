@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -200,7 +200,8 @@ class Bucket:
     def take_foreign_values(self) -> None:
         """Values the user wrote since the last update count from now on."""
         found = self.layout.foreign_writes()
-        self._flat = self.layout.flat()
+        if found:  # the memory may be another
+            self._flat = self.layout.flat()
         for position in found:
             offset, size = self.layout.offsets[position], self.layout.sizes[position]
             self.place.take_values(offset, self._flat[offset : offset + size])
@@ -252,9 +253,9 @@ class Bucket:
         """The parameters that have a gradient."""
         return [p for p, count in zip(self.params, self.counts, strict=True) if count]
 
-    def note_values(self) -> None:
-        """The present values of those that have a gradient are ours."""
-        self.layout.note_values([p for p, count in enumerate(self.counts) if count])
+    def note_versions(self) -> None:
+        """The versions of those that have a gradient, just counted up, are ours."""
+        self.layout.note_versions([p for p, count in enumerate(self.counts) if count])
 
     def reset(self) -> None:
         """Forget the step's gradients and counts."""
@@ -287,7 +288,7 @@ class Bucket:
         sealed, self._sealed = self._sealed, None
         assert sealed is not None
         if sealed.stream == point.stream and sealed.behind is not None:
-            sealed = replace(sealed, behind=point.event)  # not before it: one wait for both
+            sealed.behind = point.event  # not before it: one wait for both
         readers = self.layout.begin_update()
         update = Update(
             target=self._flat,
@@ -348,6 +349,9 @@ class Bucket:
 
     def _segments(self) -> Iterator[Segment]:
         """Runs of neighbouring parameters that have a gradient and the same step count."""
+        if not self.layout.many and self.counts[0]:
+            yield Segment(0, self.layout.numel, self.steps[0] + 1, self.layout.bases[0])
+            return
         start = 0
         while start < len(self.params):
             if not self.counts[start]:

@@ -143,12 +143,20 @@ class DevicePlace(Place):
 
     def run(self, update: Update, scale: float) -> None:
         """The kernels of the update, on the current stream."""
+        target, gradient = update.target, update.gradients.flat
         for segment in update.segments:
+            values, grads, state = target, gradient, self.state
             start, end = segment.offset, segment.offset + segment.size
+            if segment.size < target.numel():  # a view takes as long as a launch's tenth
+                values, grads, state = (
+                    target[start:end],
+                    gradient[start:end],
+                    state.slice(start, end),
+                )
             update_on_device(
-                update.target[start:end],
-                update.gradients.flat[start:end],
-                self.state.slice(start, end),
+                values,
+                grads,
+                state,
                 update.hyper,
                 segment.step,
                 scale,

@@ -129,6 +129,7 @@ class Scalars:
     step_size: float
 
 
+@functools.lru_cache(maxsize=64)  # most buckets of a step have the same
 def scalars(hyper: Hyper, step: int, scale: float) -> Scalars:
     """Factors of update number `step`, computed in double."""
     weight = 1.0 - hyper.beta1

@@ -49,6 +49,10 @@ class HomedLayout(FlatLayout):
         """The present values are ours."""
         self._mark = self.home.note_values()
 
+    def note_versions(self, positions: Sequence[int]) -> None:
+        """The versions are ours: the image has a mark of its own."""
+        self.note_values(positions)
+
     def doubt_values(self, position: int) -> None:
         """The weight's values may not be those that its state is for: as if just written."""
         self._mark = None

@@ -154,6 +154,11 @@ class FlatLayout(FlatPieces):
             param = self.params[position]
             self._seen[position] = (param._version, local(param.data).data_ptr())
 
+    def note_versions(self, positions: Sequence[int]) -> None:
+        """The versions of the parameters at `positions` are ours; their memory has not changed."""
+        for position in positions:
+            self._seen[position] = (self.params[position]._version, self._seen[position][1])
+
     def doubt_values(self, position: int) -> None:
         """The parameter's values may not be those that its state is for: as if just written."""
         self._seen[position] = (-1, -1)

@@ -160,14 +160,14 @@ class UpdatePipeline:
         The device's updates are then what bounds the step, so a backward that waits for them loses
         nothing.
         """
-        point, guards = bucket.closed_at, self.guards(bucket.trained())
+        point, may_guard = bucket.closed_at, self.may_guard()
         if not bucket.gradients_stay:
-            self._launch([bucket], [hyper], None, point, guards, newest_first=True)
+            self._launch([bucket], [hyper], None, point, may_guard, newest_first=True)
             return
         if self._held is None:
             self._held = HeldGradients(device)
         self._held.make_room(bucket.gradient_bytes, limit_bytes)
-        self._launch([bucket], [hyper], None, point, guards, self._held)
+        self._launch([bucket], [hyper], None, point, may_guard, self._held)
 
     def let_go(self) -> None:
         """Hold no gradients: later work waits for the updates that read them."""
@@ -199,8 +199,7 @@ class UpdatePipeline:
         may_guard = self.may_guard()
         with self._workers_held():
             for group in together(buckets, together_bytes):
-                guards = may_guard and all(read_guard.can_guard(b.trained()) for b in group)
-                self._launch(group, [hypers[b] for b in group], verdict, point, guards)
+                self._launch(group, [hypers[b] for b in group], verdict, point, may_guard)
 
     @contextmanager
     def _workers_held(self) -> Iterator[None]:
@@ -224,7 +223,7 @@ class UpdatePipeline:
         hypers: Sequence[Hyper],
         verdict: Future[Verdict] | None,
         point: Point,
-        guards: bool,
+        may_guard: bool,
         held: HeldGradients | None = None,
         newest_first: bool = False,
     ) -> None:
@@ -234,11 +233,12 @@ class UpdatePipeline:
             buckets, hypers: which, and how.
             verdict: what the updates wait for; None for nothing.
             point: of the compute stream, behind the last reads of the old values.
-            guards: whether reads of the parameters wait by themselves.
+            may_guard: whether reads of plain parameters may wait by themselves.
             held: keeps their gradients; None: the place of their state does.
             newest_first: a host update goes before others whose gradients came earlier.
         """
         trained = [param for bucket in buckets for param in bucket.trained()]
+        guards = may_guard and read_guard.can_guard(trained)
         first = buckets[0]
         with first.layout.writing():  # (a paged weight is by itself)
             # Tell autograd that the values change, as an in-place operation would: a graph that
@@ -246,7 +246,7 @@ class UpdatePipeline:
             torch.autograd.graph.increment_version(trained)
             updates: list[tuple[Bucket, Update]] = []
             for bucket, hyper in zip(buckets, hypers, strict=True):
-                bucket.note_values()
+                bucket.note_versions()
                 update = bucket.take_update(hyper, point)
                 update.held = held is not None
                 updates.append((bucket, update))
@@ -290,12 +290,9 @@ class UpdatePipeline:
         return worker.submit(work)
 
     def may_guard(self) -> bool:
-        """Whether reads of plain parameters may wait by themselves at present."""
+        """Whether reads of plain parameters may wait by themselves at present; else step() waits,
+        or the caller does."""
         return self.guard_reads and not read_guard.compiled_code_in_use()
-
-    def guards(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether reads of these wait by themselves; else step() waits, or the caller does."""
-        return self.may_guard() and read_guard.can_guard(params)
 
     def drop_measures(self) -> None:
         """The step's gradients are dropped."""
