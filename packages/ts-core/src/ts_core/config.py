@@ -31,6 +31,21 @@ def default_inflight_bytes(device_bytes: int | None) -> int:
     return max(1, min(_MOST_IN_FLIGHT, device_bytes // 10))
 
 
+def default_leaving_bytes(device_bytes: int | None) -> int:
+    """Of that, what waits on the device for a link to the host: a twentieth of its memory.
+
+    The steps by which memory is planned may not have shown it, where the link kept up with them.
+    With half as much for gradients that updates are still to read it then stays within the headroom
+    (a tenth), where recordings may take some too.
+
+    Args:
+        device_bytes: as of `default_inflight_bytes`.
+    """
+    if device_bytes is None:
+        return _MOST_IN_FLIGHT
+    return max(1, min(_MOST_IN_FLIGHT, device_bytes // 20))
+
+
 @dataclass(frozen=True)
 class WrapOptions:
     """Every option of wrap(), as SPEC names them, with their defaults."""

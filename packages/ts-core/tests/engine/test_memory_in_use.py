@@ -327,7 +327,7 @@ def test_on_a_gpu_the_peak_is_as_expected_within_a_tenth(
     peak = torch.cuda.max_memory_allocated()
     # Gradients wait on the device for a link that other processes use, too.
     copies = model._trainstream_session.copies
-    leaving = copies.max_inflight_bytes - copies.unseen_bytes(copies.max_inflight_bytes)
+    leaving = copies.max_leaving_bytes - copies.unseen_bytes(copies.max_leaving_bytes)
     told = str({name: report[name] for name in ("plan", "activations", "optimizer")})
     unwrap(model)
     assert peak <= limit, told

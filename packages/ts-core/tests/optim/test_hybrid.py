@@ -373,6 +373,16 @@ def test_gradients_go_as_soon_as_the_device_has_updated() -> None:
     optimizer.step()
 
 
+def test_gradients_for_the_device_take_half_of_what_may_wait_for_the_link() -> None:
+    device = Roomy()
+    copies = CopyEngine(device)
+    param = torch.nn.Parameter(torch.ones(600, 1000))
+    optimizer = OffloadAdamW([param], mode="gpu", device=device, copies=copies)
+    optimizer.build()
+    limit = optimizer._updates.storage.device_inflight_bytes()
+    assert limit == copies.max_leaving_bytes // 2 == (1 << 20) // 40
+
+
 def test_a_group_without_gradients_yet_may_be_there_when_state_is_split() -> None:
     params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(2)]
     lines: list[str] = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ts_core import transfer_stats
+from ts_core.config import WrapOptions, default_inflight_bytes, default_leaving_bytes
 from ts_core.device import HostDevice
 from ts_core.device.host import HostStream
 from ts_core.errors import OutOfBudgetError
@@ -166,6 +167,51 @@ def test_torch_gives_a_source_that_was_let_go_to_later_work_only() -> None:
         assert bool((host == 7.0).all()) and bool((other == 9.0).all())
         del other
         host.zero_()
+
+
+class Small(HostDevice):
+    """Memory of its own, of a few bytes."""
+
+    separate_memory = True
+
+    def usable_bytes(self) -> int:
+        return 8000
+
+
+def test_what_leaves_a_small_device_takes_half_of_what_comes() -> None:
+    """It is device memory, which must stay within the headroom if the link falls behind."""
+    engine = CopyEngine(Small())
+    assert (engine.max_inflight_bytes, engine.max_leaving_bytes) == (800, 400)
+    gate = threading.Event()
+    for name, copy in (("d2h", engine.d2h), ("h2d", engine.h2d)):
+        lane = engine._lanes[name].stream
+        assert isinstance(lane, HostStream)
+        lane.submit(lambda: gate.wait() and None)
+        copy(torch.empty(300, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8))
+    assert engine.unseen_bytes(5000) == 100
+    threading.Timer(0.2, gate.set).start()
+    for copy in (engine.h2d, engine.d2h):
+        copy(torch.empty(300, dtype=torch.uint8), torch.zeros(300, dtype=torch.uint8))
+    stats = engine.stats()
+    assert (stats["h2d"].limit_waits, stats["d2h"].limit_waits) == (0, 1)
+    engine.synchronize()
+
+
+@pytest.mark.parametrize("given", [None, 500])
+def test_a_limit_that_was_given_holds_in_both_directions(given: int | None) -> None:
+    engine = CopyEngine(Small() if given else HostDevice(), given)
+    limits = {engine.max_inflight_bytes, engine.max_leaving_bytes}
+    assert limits == {given or 1 << 30}
+
+
+@pytest.mark.parametrize("gib", [2, 6, 8, 12, 16, 24, 80])
+def test_what_may_wait_for_the_link_fits_into_the_headroom(gib: int) -> None:
+    """Of copies to the host, and half as much for updates by the device; some is left over."""
+    size = gib << 30
+    leaving = default_leaving_bytes(size)
+    assert leaving + leaving // 2 <= 0.8 * WrapOptions().vram_headroom * size
+    assert leaving <= default_inflight_bytes(size) <= 1 << 30
+    assert gib < 24 or leaving == 1 << 30
 
 
 def test_an_error_on_a_stream_reaches_whoever_waits() -> None:

@@ -122,7 +122,7 @@ class ActivationMemory:
             device_room,
             self.ram_room(),
             self._options.prefetch_depth,
-            self._copies.max_inflight_bytes,
+            self._copies.max_leaving_bytes,
         )
 
     def ram_room(self) -> int:
@@ -150,7 +150,7 @@ class ActivationMemory:
         if left is None:
             return None
         options = self._options
-        here = ActivationLimits(None, 0, options.prefetch_depth, self._copies.max_inflight_bytes)
+        here = ActivationLimits(None, 0, options.prefetch_depth, self._copies.max_leaving_bytes)
         return left + least_extra_bytes(measured, modes, here)
 
     def carve(self, sizes: Sequence[int] | None, give_back: bool) -> None:

@@ -171,7 +171,8 @@ class PlacementAdapter:
 
         What a step needs that recomputes every block, and recordings of blocks, with the blocks
         and slots there are now, the activations that stay, and the optimizer's state and gradients.
-        Copies to the host that wait for a busier link come on top, up to `max_inflight_bytes`.
+        What waits for a busier link comes on top: copies to the host, up to `max_leaving_bytes` of
+        the copy engine, and half as much of gradients for updates by the device.
         None until activations have been measured on a device with a limit.
         """
         session, recomputing = self._session(), self.corrector.recomputing

@@ -172,7 +172,7 @@ class PageTransfers:
 
         Together with those in flight they keep to the limit on bytes in flight.
         """
-        return max(_LEAST_BATCH_BYTES, int(_BATCH_SHARE * self.copies.max_inflight_bytes))
+        return max(_LEAST_BATCH_BYTES, int(_BATCH_SHARE * self.copies.max_leaving_bytes))
 
     def store(self, pages: Sequence[Page]) -> None:
         """Queue the copies of pages to the host; they stay where it has no room for all.

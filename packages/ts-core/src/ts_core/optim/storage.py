@@ -192,7 +192,7 @@ class Storage:
     def device_inflight_bytes(self) -> int:
         """Device memory of gradients that device updates are still to read."""
         assert self.copies is not None
-        return self.copies.max_inflight_bytes // 2
+        return self.copies.max_leaving_bytes // 2
 
     def device_work(self) -> DeviceWork:
         """The streams of device updates, made when first asked for."""

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from ts_core.config import default_inflight_bytes
+from ts_core.config import default_inflight_bytes, default_leaving_bytes
 from ts_core.device.base import Device, Event, Stream
 from ts_core.transfer import edges
 from ts_core.transfer.pending import PendingCopy
@@ -83,13 +83,18 @@ class CopyEngine:
         device: the accelerator.
         max_inflight_bytes: a stream holds at most this many bytes of unfinished copies (one
             larger copy is let through alone); the host waits for the oldest beyond it. None: 1 GiB,
-            or a tenth of the memory of a device that has its own.
+            or a tenth of the memory of a device that has its own, to the host a twentieth: what
+            leaves takes device memory until it has gone.
+
+    Attributes:
+        max_inflight_bytes, max_leaving_bytes: the limits of copies to the device, and to the host.
     """
 
     def __init__(self, device: Device, max_inflight_bytes: int | None = None) -> None:
         self.device = device
         usable = device.usable_bytes() if device.separate_memory else None
         self.max_inflight_bytes = max_inflight_bytes or default_inflight_bytes(usable)
+        self.max_leaving_bytes = max_inflight_bytes or default_leaving_bytes(usable)
         self._lanes = {name: _Lane(device.new_stream(name)) for name in _LANES}
 
     def h2d(self, dst_d: torch.Tensor, src_h: torch.Tensor, after: After = None) -> Event:
@@ -202,7 +207,7 @@ class CopyEngine:
         lane = self._lanes["d2h"]
         with lane.lock:
             seen = lane.most_bytes_since(self.device.peaks)
-        return max(0, min(size_bytes, self.max_inflight_bytes) - seen)
+        return max(0, min(size_bytes, self.max_leaving_bytes) - seen)
 
     def retire(self) -> None:
         """Let go of the tensors of copies that have finished, without waiting for others."""
@@ -237,7 +242,8 @@ class CopyEngine:
         lent: tuple[torch.Tensor, Stream] | None = None,
     ) -> Event:
         lane = self._lanes[name]
-        most = self.max_inflight_bytes - leave_bytes
+        leaves = _LANES[name] == "d2h"
+        most = (self.max_leaving_bytes if leaves else self.max_inflight_bytes) - leave_bytes
         size_bytes = sum(src.numel() * src.element_size() for _, src in pairs)
         with lane.lock:
             waits = lane.stats.limit_waits
