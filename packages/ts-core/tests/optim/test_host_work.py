@@ -128,6 +128,17 @@ def test_norms_do_not_depend_on_what_is_measured_beside(monkeypatch: pytest.Monk
         assert norm.dtype is torch.float64 and torch.equal(norm, alone)
 
 
+@pytest.mark.gpu
+def test_norms_on_the_gpu_do_not_depend_on_what_is_measured_beside() -> None:
+    torch.manual_seed(0)
+    sizes = [5, 70_001, 3, 2_000_000, 65_536, 1, 70_000, 9_000_000]
+    for dtype in (torch.float32, torch.bfloat16):
+        gradients = [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+        for one, norm in zip(gradients, norms_of(gradients), strict=True):
+            (alone,) = torch._foreach_norm([one], 2, torch.float64)
+            assert norm.dtype is torch.float64 and torch.equal(norm, alone)
+
+
 def test_what_is_measured_together_takes_little_memory_and_is_of_one_dtype(
     monkeypatch: pytest.MonkeyPatch, measured: list[int]
 ) -> None:
@@ -208,6 +219,25 @@ def test_workers_begin_when_all_is_queued(monkeypatch: pytest.MonkeyPatch) -> No
     optimizer.step()
     optimizer.synchronize()
     assert queued == [0] * 8 and sorted(set(running)) == ["device", "host"]
+
+
+def test_buckets_are_ready_for_the_next_step_before_workers_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params, _ = made(6)
+    optimizer.place_state(["resident", "host"] * 3)
+    seen: list[bool] = []
+    update = HostPlace.update
+
+    def noted(self: HostPlace, *args: Any) -> Any:
+        seen.append(any(bucket.started() for bucket in optimizer.buckets))
+        return update(self, *args)
+
+    monkeypatch.setattr(HostPlace, "update", noted)
+    give(optimizer, params)
+    optimizer.step()
+    optimizer.synchronize()
+    assert seen == [False] * 3
 
 
 def test_workers_begin_at_once_where_queueing_raises() -> None:

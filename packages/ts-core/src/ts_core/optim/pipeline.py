@@ -184,6 +184,8 @@ class UpdatePipeline:
     ) -> None:
         """Queue the updates of closed buckets; reads of their parameters wait from here on.
 
+        The buckets are ready for the next step then.
+
         Args:
             buckets: in the order of their updates.
             hypers: how to update each.
@@ -200,6 +202,8 @@ class UpdatePipeline:
         with self._workers_held():
             for group in together(buckets, together_bytes):
                 self._launch(group, [hypers[b] for b in group], verdict, point, may_guard)
+            for bucket in buckets:
+                bucket.reset()
 
     @contextmanager
     def _workers_held(self) -> Iterator[None]:

@@ -250,7 +250,8 @@ class Updates:
             waits = may_guard and can_guard(bucket.params)
             if self.pipeline.guard_reads and not waits:
                 bucket.finish()
-            bucket.reset()
+            if bucket.used is not None:
+                bucket.reset()
         self._backwards.clear()
         self.steps += 1
 
