@@ -132,6 +132,7 @@ def test_the_host_begins_with_the_first_piece_and_before_what_waits(
     copies = optimizer._updates.storage.copies
     assert device is not None and copies is not None
     began: list[tuple[int, int]] = []
+    pieces: list[Any] = []
     first_piece, all_queued = threading.Event(), threading.Event()
     update, d2h = HostPlace.update, copies.d2h
 
@@ -148,7 +149,10 @@ def test_the_host_begins_with_the_first_piece_and_before_what_waits(
         if dst_h.numel() == 300_032 % 65_536:  # the last piece, once the first has been updated
             stream = copies._lanes["d2h"].stream
             device.launch(stream, lambda: first_piece.wait(10))
-        return d2h(dst_h, *args, **options)
+        event = d2h(dst_h, *args, **options)
+        if dst_h.numel() == 65_536:
+            pieces.append(event)
+        return event
 
     monkeypatch.setattr(HostPlace, "update", on_host)
     monkeypatch.setattr(copies, "d2h", slow_d2h)
@@ -159,6 +163,7 @@ def test_the_host_begins_with_the_first_piece_and_before_what_waits(
     assert shared is not None
     while len(optimizer._updates.pipeline._newest_first._waiting) < 3:
         time.sleep(0.01)  # two of the host's own, and the part of what is shared
+    pieces[0].synchronize()
     all_queued.set()
     optimizer.step()
     optimizer.synchronize()

@@ -166,6 +166,32 @@ def test_host_threads_may_go_on_beside_the_next_forward() -> None:
     assert split(waiting, RATES, room, forward_s=0.08) == without
 
 
+def test_small_state_is_resident_and_the_rest_lies_throughout_the_stack() -> None:
+    """Each bucket that is elsewhere takes Python as long, whatever its size."""
+    stack = [piece for _ in range(20) for piece in pieces(2, 2, 14)]
+    embedding = pieces(200)
+    room = sum(p.state_bytes for p in [*stack, *embedding]) * 3 // 4
+    found = split([*embedding, *stack], RATES, room)
+    assert found.places[0] == "resident"
+    by_size = {
+        size: [place for p, place in zip(stack, found.places[1:], strict=True) if p == piece]
+        for size, piece in ((2, pieces(2)[0]), (14, pieces(14)[0]))
+    }
+    assert set(by_size[2]) == {"resident"}
+    large = "".join(place[0] for place in by_size[14])
+    assert 5 < large.count("r") < 15 and "rrr" not in large
+    assert max(len(run) for run in large.split("r")) <= 3
+
+
+def test_host_threads_have_nothing_to_do_where_the_rest_is_hidden() -> None:
+    many = pieces(*[10] * 150)
+    room = sum(p.state_bytes for p in many) * 9 // 10
+    waited_for, hidden = split(many, RATES, room), split(many, RATES, room, forward_s=0.1)
+    assert {"host", "zero_copy"} <= set(waited_for.places)
+    assert "host" not in hidden.places and hidden.seconds < 0.1
+    assert hidden.places.count("resident") == waited_for.places.count("resident")
+
+
 def test_a_slow_link_leaves_all_to_the_host_and_a_slow_host_all_to_the_link() -> None:
     many = pieces(*[10] * 20)
     assert set(split(many, Rates(4e9, 1e9), 0).places) == {"host"}

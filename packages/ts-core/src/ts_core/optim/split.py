@@ -10,12 +10,14 @@ it. A pure function; `HybridSplit` measures what it needs and applies what it sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ts_core.optim.pieces import NOTHING, Bytes, Piece
 from ts_core.optim.rates import Rates
+from ts_core.schedule.places import spread
 
 # Host threads and the link share host memory. Beside each other they do about these shares of
 # their rates alone (H200, PCIe 5, 16 cores: 2.6 of 4.0 G values/s and 77 of 90 GB/s).
@@ -23,6 +25,7 @@ HOST_BESIDE_LINK = 0.65
 LINK_BESIDE_HOST = 0.85
 _SHARES = 50
 _LEAST_PART = 0.1
+_MUCH_LARGER = 4
 _ROUNDS = 8
 # Shares of the room that are tried for gradients which wait for updates over the link.
 _LEFT_TO_GRADIENTS = (0.0, 0.05, 0.1, 0.2, 0.3)
@@ -49,6 +52,11 @@ class Split:
         """Of the side that takes too long."""
         return max(self.host_s - self.beside_s, self.link_s)
 
+    @property
+    def cost(self) -> tuple[float, float]:
+        """By which splits are compared. Backward takes twice as long as forward, at least."""
+        return max(self.seconds, 2 * self.beside_s), self.host_s
+
 
 class _Conditions(NamedTuple):
     """What does not depend on the split; as the arguments of `split`."""
@@ -69,12 +77,17 @@ def split(
 ) -> Split:
     """Choose a place for each bucket (a pure function).
 
-    As much state as fits is resident, the largest buckets first (their gradient comes last, and
-    they would take longest), of one that would be shared also a part; that of weights that stream
-    only where the link is fast enough. Of the rest a share goes to host threads, spread through the
-    stack so that both sides have work all the time. Weights that stream come last to the device,
-    since their updates there move twice the bytes; but those need no room. Where gradients wait on
-    the device for updates over the link, some room may be better left to those than to state.
+    As much state as fits is resident. First that of much larger buckets than others: their gradient
+    comes last, and they would take longest; of one that would be shared also a part. Then the
+    smallest buckets, as each that is elsewhere takes Python as long as a large one; and of those of
+    one size some throughout the stack. Weights that stream come last, and only where the link is
+    fast enough. Of the rest a share goes to host threads, spread through the stack so that both
+    sides have work all the time. Weights that stream come last to the device, since their updates
+    there move twice the bytes; but those need no room. Where gradients wait on the device for
+    updates over the link, some room may be better left to those than to state.
+
+    Splits whose updates are all done beside the products of backward are equal but for what they
+    ask of host threads, beside which Python queues a step's work more slowly.
 
     Args:
         pieces: the buckets, in order of the groups.
@@ -93,7 +106,7 @@ def split(
     found = [
         _filled(pieces, now, room_bytes, left, paged) for paged in streaming for left in shares
     ]
-    return min(found, key=lambda split: split.seconds)
+    return min(found, key=lambda split: split.cost)
 
 
 def _filled(
@@ -110,24 +123,41 @@ def _filled(
         for piece in pieces
     ]
     pieces = list(pieces)
-    for index in sorted(range(len(pieces)), key=lambda k: (pieces[k].paged, -pieces[k].values)):
-        piece, size = pieces[index], pieces[index].device_bytes("resident")
+    for alike in _by_worth(pieces):
+        piece, size = pieces[alike[0]], pieces[alike[0]].device_bytes("resident")
         if piece.host_only or (piece.paged and not paged):
             continue
-        if size <= room_bytes:
+        fit = len(alike) if not size else min(len(alike), max(room_bytes, 0) // size)
+        for index in (alike[k] for k in spread(fit, len(alike))):
             places[index] = "resident"
-            room_bytes -= size
-        elif piece.link_share is not None:
+        room_bytes -= fit * size
+        if piece.link_share is not None and not fit:
             share = room_bytes / size
             piece = replace(piece, near_share=share if share >= _LEAST_PART else 0.0)
             room_bytes -= piece.device_bytes("shared")
-            pieces[index] = piece
+            pieces[alike[0]] = piece
     room_bytes += for_gradients
     candidates = [
         _with_host_share(pieces, places, share / _SHARES, now, room_bytes)
         for share in range(_SHARES + 1)
     ]
-    return min(candidates, key=lambda found: found.seconds)
+    return min(candidates, key=lambda found: found.cost)
+
+
+def _by_worth(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Indices of pieces that are alike, in the order in which their state should be resident."""
+    sizes = sorted(piece.values for piece in pieces)
+    up_to = itertools.accumulate(sizes)
+    usual = next(
+        (size for size, sum_ in zip(sizes, up_to, strict=True) if 2 * sum_ > sum(sizes)), 0
+    )
+    alike: dict[tuple[bool | int, ...], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        alone = piece.link_share is not None or piece.values > _MUCH_LARGER * usual
+        order = -piece.values if alone else piece.values
+        key = (piece.paged, not alone, order, piece.state_bytes, piece.host_only, alone * index)
+        alike.setdefault(key, []).append(index)
+    return [alike[key] for key in sorted(alike)]
 
 
 def _with_host_share(
