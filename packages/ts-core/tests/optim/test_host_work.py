@@ -356,6 +356,25 @@ def test_an_update_that_fails_is_told_by_all_queued_with_it(
             first_value(param)
 
 
+def test_gradients_are_kept_until_the_first_have_run_where_a_later_one_cannot_be_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer, params, device = made(2)
+    optimizer.place_state(["resident"] * 2)
+    ran: list[bool] = []
+
+    def half(stream: Any, work: Callable[[], None]) -> None:
+        HostDevice.launch(device, stream, lambda: time.sleep(0.2) or ran.append(True))
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(device, "launch", half)
+    give(optimizer, params)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        optimizer.synchronize()
+    assert ran == [True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_every_place_in_company_gives_the_same_bits(dtype: torch.dtype, clip: float | None) -> None:

@@ -214,7 +214,11 @@ def update_together(updates: Sequence[tuple[Place, Update]], scale: float) -> Ev
         for place, update in parts:
             place.run(update, scale)
 
-    event = work.launch(run, list(after.values()), over_link)
+    try:
+        event = work.launch(run, list(after.values()), over_link)
+    except BaseException:
+        work.stream(over_link).synchronize()  # the first of them may be reading their gradients
+        raise
     kept = [update.gradients.flat for _, update in parts if not update.held]
     if kept:
         work.keep(event, kept, over_link)
