@@ -46,8 +46,8 @@ class TorchState(ShownOptimizer):
         """State in torch.optim.AdamW's layout (plus fp32 `master` of low-precision parameters).
 
         fp32 moments are handed out as views of live memory, as torch's are of its own; bf16 and
-        8-bit ones expanded to fp32, above 64 MiB in memory-mapped temporary files, so that saving
-        needs no more RAM than training.
+        8-bit ones, and those that lie in several places, are written out in fp32, above 64 MiB to
+        memory-mapped temporary files, so that saving needs no more RAM than training.
 
         Raises:
             StateError: in the middle of a step, whose gradients so far would be lost.
@@ -86,7 +86,8 @@ class TorchState(ShownOptimizer):
         return state.filled(self._updates.buckets, type(self._state))
 
     def _show_state(self, bucket: Bucket) -> None:
-        """`optimizer.state[param]`: live views where state is fp32 (the step is filled on save)."""
+        """`optimizer.state[param]`: live views where state is fp32 and in one place (the step is
+        filled on save)."""
         for param, entry in state.live(bucket):
             self._state[param] = entry
 
