@@ -156,11 +156,16 @@ class Bucket:
         return self.layout.numel * self.layout.dtype.itemsize
 
     @property
+    def state_bytes(self) -> int:
+        """Of fp32 state."""
+        return self.layout.numel * (12 if self.has_master else 8)
+
+    @property
     def near_share(self) -> float:
         """Of the values of a state in several places, those whose state is in device memory."""
         if self.place.name != "shared":
             return 0.0
-        return self.place.device_bytes() / (self.layout.numel * (12 if self.has_master else 8))
+        return self.place.device_bytes() / self.state_bytes
 
     @property
     def gradients_stay(self) -> bool:

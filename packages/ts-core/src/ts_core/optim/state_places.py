@@ -29,6 +29,8 @@ class PlacedState(TorchState):
         self.build()
         self._updates.refuse_mid_step("place_state()")
         self._updates.settle()
+        for bucket in self._updates.buckets:
+            self._hide_state(bucket)  # or it would keep the memory that state leaves
         try:
             self._updates.storage.move(self._updates.buckets, places)
         finally:

@@ -140,14 +140,29 @@ class Storage:
             raise OptionError(
                 f"{self.kind} moments are kept by host threads only. Use moment_dtype='float32'."
             )
-        for bucket, name in zip(buckets, places, strict=True):
-            place = bucket.place
-            if isinstance(place, SharedPlace) and name == "shared":
-                if place.cuts == self._cuts(bucket.layout.numel):
-                    continue
-                bucket.move(place.link)  # so that the device has no two copies
-            if bucket.place.name != name:
-                bucket.move(self._place(name, bucket.layout, bucket.place))
+        moves = [each for each in zip(buckets, places, strict=True) if self._is_elsewhere(*each)]
+        # What leaves device memory makes room for what comes.
+        for bucket, name in sorted(moves, key=lambda each: self._grows_by(*each)):
+            self._move(bucket, name)
+
+    def _is_elsewhere(self, bucket: Bucket, name: str) -> bool:
+        if isinstance(bucket.place, SharedPlace) and name == "shared":
+            return bucket.place.cuts != self._cuts(bucket.layout.numel)
+        return bucket.place.name != name
+
+    def _grows_by(self, bucket: Bucket, name: str) -> float:
+        """Device memory that its state takes in this place beyond what it takes now."""
+        numel = bucket.layout.numel
+        near = {"resident": numel, "shared": self._cuts(numel)[0]}.get(name, 0)
+        return near / max(numel, 1) * bucket.state_bytes - bucket.place.device_bytes()
+
+    def _move(self, bucket: Bucket, name: str) -> None:
+        if bucket.place.device_bytes() and name in ("resident", "shared"):
+            # By way of the link's memory, so that the device never has two copies.
+            bucket.move(self._place("zero_copy", bucket.layout, bucket.place))
+        place = self._place(name, bucket.layout, bucket.place)
+        if place is not bucket.place:
+            bucket.move(place)
 
     def settle(self) -> None:
         """Wait until the device has finished with all state, so that it may be read or written."""

@@ -91,6 +91,10 @@ class TorchState(ShownOptimizer):
         for param, entry in state.live(bucket):
             self._state[param] = entry
 
+    def _hide_state(self, bucket: Bucket) -> None:
+        for param in bucket.params:
+            self._state.pop(param, None)
+
     def _show_resident(self) -> None:
         assert self._resident is not None
         for group in self.param_groups:
