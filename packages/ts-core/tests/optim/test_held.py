@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ts_core import OffloadAdamW
@@ -199,3 +200,22 @@ def test_nothing_is_held_once_updates_wait_for_step() -> None:
     step()
     assert held.size_bytes == 0
     optimizer.synchronize()
+
+
+def test_what_is_waited_for_is_held_though_the_wait_ends_early() -> None:
+    """Ctrl-C ends it, say, and the update that has yet to be queued reads its gradients then."""
+
+    class Interrupted(Future[Any]):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            raise KeyboardInterrupt
+
+    device = Recorded()
+    held = HeldGradients(device)
+    tensor, memory = gradient()
+    held.add(Interrupted(), tensor)
+    del tensor
+    for let_go in (held.clear, lambda: held.make_room(100, 150)):
+        with pytest.raises(KeyboardInterrupt):
+            let_go()
+        assert memory() is not None and held.size_bytes == 100
+    assert not device.waits

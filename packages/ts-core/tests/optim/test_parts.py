@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from ts_core import OffloadAdamW
 from ts_core.device.host import HostDevice
+from ts_core.memory.arena import PinnedArena
+from ts_core.optim.parts import PartSums
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
 
@@ -77,3 +80,26 @@ def test_an_error_in_a_sum_reaches_the_reader(lab: Any, monkeypatch: pytest.Monk
     optimizer.step()
     with pytest.raises(RuntimeError, match="the copy broke"):
         torch.sum(model.large)
+
+
+def test_a_buffer_is_not_lost_where_the_wait_for_it_ends_early() -> None:
+    """By Ctrl-C, say."""
+
+    class Interrupted(Future[None]):
+        waits = 0
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            return None
+
+    device = Linked()
+    parts = PartSums(CopyEngine(device), PinnedArena(), lambda work: Interrupted(), 100)
+    sum_h, part_d = torch.zeros(25), torch.ones(25)
+    behind = device.compute_stream().record()
+    parts.add(sum_h, part_d, behind)
+    with pytest.raises(KeyboardInterrupt):
+        parts.add(sum_h, part_d, behind)
+    parts.add(sum_h, part_d, behind)
+    assert parts.held_bytes == 100

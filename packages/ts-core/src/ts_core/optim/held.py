@@ -78,10 +78,10 @@ class HeldGradients:
                     self._let_go(lane)
 
     def _let_go(self, lane: deque[_Held]) -> None:
-        held = lane.popleft()
+        held = lane[0]  # and stays there while we wait, which Ctrl-C may end
+        if held.job.exception() is None:  # else it reads nothing; who reads its parameters is told
+            event = held.job.result()
+            if event is not None:
+                edges.wait(self._device, held.stream, event)
+        lane.popleft()
         self.size_bytes -= held.size_bytes
-        if held.job.exception() is not None:
-            return  # it reads nothing; whoever reads its parameters gets the error
-        event = held.job.result()
-        if event is not None:
-            edges.wait(self._device, held.stream, event)

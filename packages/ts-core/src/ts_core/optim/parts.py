@@ -76,8 +76,9 @@ class PartSums:
         while self._busy and (
             self._busy[0][0].done() or not (self._free.get(size_bytes) or self._room(size_bytes))
         ):
-            job, buffer = self._busy.popleft()
+            job, buffer = self._busy[0]
             job.exception()  # waits; who needs the sum is told of an error
+            self._busy.popleft()  # not before: Ctrl-C may end the wait
             self._free.setdefault(buffer.numel(), []).append(buffer)
         if self._free.get(size_bytes):
             return self._free[size_bytes].pop()
