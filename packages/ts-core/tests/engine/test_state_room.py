@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from ts_core import memory_report, wrap
 from ts_core.device import HostDevice
 from ts_core.engine import wrapping
 from ts_core.engine.state_room import StateRoom, worth
+from ts_core.optim import layout
 from ts_core.optim.rates import Rates
 from ts_core.schedule.activation_policy import BlockActivations
 from ts_core.schedule.plan import Work
@@ -110,6 +113,42 @@ def test_blocks_are_recomputed_for_the_sake_of_state(monkeypatch: pytest.MonkeyP
     assert any("of room are for optimizer state" in line for line in events), "\n".join(events)
     assert memory_report(small)["activations"]["policy"].count("recompute") >= 2
     assert record.differences(little) == []
+
+
+def test_no_gradient_of_the_last_step_is_kept_into_a_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backward is when a step takes most memory."""
+    device = Accelerator()
+    device.limit = 1 << 30
+    monkeypatch.setattr(wrapping, "_device_for", lambda model, config: device)
+    monkeypatch.setattr(layout, "SMALL_BYTES", 0)  # a bucket of its own for each
+    model, optimizer = wrap(
+        tiny_model(2, full=True),
+        lr=1e-2,
+        quantize="none",
+        param_offload=False,
+        offload=True,
+        optimizer_mode="gpu",
+        max_grad_norm=1.0,
+        profile=False,
+        activation_offload=False,
+        recompute=False,
+    )
+    found: list[weakref.ref[Any]] = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: found.append(weakref.ref(grad.untyped_storage())))
+    tokens = torch.arange(14).view(2, 7)
+    streams = [optimizer._updates.storage.device_work().stream(link) for link in (False, True)]
+    for _ in range(3):
+        loss = model(tokens)
+        assert not any(memory() is not None for memory in found)
+        loss.backward()
+        for stream in streams:
+            stream.submit(lambda: time.sleep(0.05))  # type: ignore[attr-defined]
+        optimizer.step()
+    optimizer.synchronize()
+    assert len(found) > 3 * 20
 
 
 class Crowded(Accelerator):

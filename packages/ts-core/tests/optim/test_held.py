@@ -14,6 +14,8 @@ import torch
 
 from ts_core import OffloadAdamW
 from ts_core.device.host import HostDevice
+from ts_core.optim.device_places import DeviceWork
+from ts_core.optim.gradients import Sealed
 from ts_core.optim.held import HeldGradients
 from ts_core.transfer import CopyEngine
 
@@ -219,3 +221,28 @@ def test_what_is_waited_for_is_held_though_the_wait_ends_early() -> None:
             let_go()
         assert memory() is not None and held.size_bytes == 100
     assert not device.waits
+
+
+def test_gradients_of_updates_on_their_way_go_where_the_streams_that_made_them_wait() -> None:
+    device, other = Recorded(), Recorded()
+    work = DeviceWork(device, 10_000)
+    memories, events = [], []
+    for stream, over_link, passed in [
+        (device.compute_stream(), False, True),
+        (device.compute_stream(), False, False),
+        (device.compute_stream(), False, False),
+        (other.compute_stream(), True, False),
+        (device.compute_stream(), True, False),
+        (None, True, False),  # memory that stays what it is
+    ]:
+        tensor, memory = gradient()
+        events.append(Passed(passed))
+        work.keep(events[-1], [Sealed(tensor, made_on=stream)], over_link)
+        memories.append(memory)
+        del tensor
+    assert [memory() is None for memory in memories] == [True] + 5 * [False]
+    work.let_go()
+    assert all(memory() is None for memory in memories)
+    assert device.waits == [events[2], events[4]] and other.waits == [events[3]]
+    work.let_go()
+    assert len(device.waits) == 2

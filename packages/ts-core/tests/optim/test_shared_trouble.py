@@ -20,6 +20,7 @@ from ts_core.memory.arena import PinnedArena
 from ts_core.optim import hybrid, storage
 from ts_core.optim.device_places import DevicePlace
 from ts_core.optim.hybrid import HybridSplit
+from ts_core.optim.newest_first import NewestFirst
 from ts_core.optim.pieces import Bytes, Piece
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
@@ -46,12 +47,21 @@ def shared(**options: Any) -> tuple[torch.nn.Parameter, OffloadAdamW]:
     return param, optimizer
 
 
-@pytest.mark.parametrize("failing", ["host", "link"])
+@pytest.mark.parametrize(("failing", "ends"), [("host", False), ("link", False), ("host", True)])
 def test_an_error_is_told_once_both_parts_are_over(
-    failing: str, monkeypatch: pytest.MonkeyPatch
+    failing: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other part still reads the gradients, and writes state and values."""
+    """The other part still reads the gradients, and writes state and values.
+
+    `ends`: the program does, and no thread takes the host's part.
+    """
     param, optimizer = shared()
+    if ends:
+
+        def refuse(*_: Any) -> None:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+
+        monkeypatch.setattr(NewestFirst, "submit", refuse)
     update, running = HostPlace.update, threading.Event()
 
     def host(self: Any, *args: Any) -> Any:

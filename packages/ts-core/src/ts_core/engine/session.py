@@ -175,6 +175,8 @@ class TrainStreamSession:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def end(*_: Any) -> None:
             self.turns.end_pass()
+            if self.optimizer is not None and torch.is_grad_enabled() and not in_backward():
+                self.optimizer.weights_read()
 
         def zero_grad(set_to_none: bool = True) -> None:
             if self.optimizer is not None:

@@ -365,6 +365,14 @@ class OffloadAdamW(PlacedState):
         """
         self._updates.let_go()
 
+    def weights_read(self) -> None:
+        """A forward has read all weights: gradients of the last step() are kept no longer.
+
+        Later work of the device waits for those updates, as it did for the weights that they write.
+        (Earlier, it would wait for updates that the forward does not need yet.)
+        """
+        self._updates.storage.let_go()
+
     def drop_failed_backward(self) -> None:
         """If a backward has raised since the last step, drop what it left, and say so.
 

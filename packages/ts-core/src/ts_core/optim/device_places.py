@@ -17,6 +17,7 @@ from ts_core.device.base import Device, Event, Stream
 from ts_core.errors import OutOfBudgetError
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.device_update import DeviceState, update_on_device
+from ts_core.optim.gradients import Sealed
 from ts_core.optim.places import Place, Update, pinned_zeros
 from ts_core.transfer import PendingCopy, edges
 
@@ -26,7 +27,7 @@ class _Lane:
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.kept: deque[tuple[Event, int, object]] = deque()
+        self.kept: deque[tuple[Event, int, Sequence[Sealed]]] = deque()
 
 
 class DeviceWork:
@@ -62,20 +63,35 @@ class DeviceWork:
         edges.pause(self.device, stream)
         return stream.record()
 
-    def keep(self, event: Event, tensors: Sequence[torch.Tensor], over_link: bool) -> None:
-        """Hold `tensors` until `event` of `launch`; beyond the limit wait for the oldest."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def keep(self, event: Event, gradients: Sequence[Sealed], over_link: bool) -> None:
+        """Hold `gradients` until `event` of `launch`; beyond the limit wait for the oldest."""
+        size = sum(each.flat.numel() * each.flat.element_size() for each in gradients)
         lane = self._lane(over_link)
         with self._lock:
-            lane.kept.append((event, size, tensors))
+            lane.kept.append((event, size, gradients))
             self._kept_bytes += size
-            for each in (self._near, self._link):
-                while each.kept and each.kept[0][0].query():
-                    self._let_go(each)
+            self._retire()
             while self._kept_bytes > self._max_inflight_bytes:
                 oldest = lane if lane.kept else self._near if lane is self._link else self._link
                 self.device.host_wait(oldest.kept[0][0])
                 self._let_go(oldest)
+
+    def let_go(self) -> None:
+        """Hold nothing.
+
+        The streams that gradients were made on wait for what reads them, and torch gives their
+        memory to later work of those streams only.
+        """
+        with self._lock:
+            self._retire()
+            for lane in (self._near, self._link):
+                # Of each stream the newest, which is behind the others.
+                newest = {one.made_on: event for event, _, kept in lane.kept for one in kept}
+                for stream, event in newest.items():
+                    if stream is not None:
+                        edges.wait(self.device, stream, event)
+                while lane.kept:
+                    self._let_go(lane)
 
     def synchronize(self) -> None:
         """Wait for what has been queued."""
@@ -84,6 +100,11 @@ class DeviceWork:
 
     def _lane(self, over_link: bool) -> _Lane:
         return self._link if over_link else self._near
+
+    def _retire(self) -> None:
+        for lane in (self._near, self._link):
+            while lane.kept and lane.kept[0][0].query():
+                self._let_go(lane)
 
     def _let_go(self, lane: _Lane) -> None:
         self._kept_bytes -= lane.kept.popleft()[1]
@@ -219,7 +240,7 @@ def update_together(updates: Sequence[tuple[Place, Update]], scale: float) -> Ev
     except BaseException:
         work.stream(over_link).synchronize()  # the first of them may be reading their gradients
         raise
-    kept = [update.gradients.flat for _, update in parts if not update.held]
+    kept = [update.gradients for _, update in parts if not update.held]
     if kept:
         work.keep(event, kept, over_link)
     return event

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ts_core.device.base import Device, Event
+from ts_core.device.base import Device, Event, Stream
 from ts_core.memory.arena import PinnedArena
 from ts_core.optim.device_norms import in_one, norms_of
 from ts_core.optim.layout import FlatPieces
@@ -29,6 +29,7 @@ class Sealed:
         stream: `Device.compute_key` of the stream that these two are of.
         arrived: event after which `flat` holds the first part (host memory).
         summed: done when all later parts have been added.
+        made_on: the compute stream that `flat` was allocated for; None where it stays what it is.
     """
 
     flat: torch.Tensor
@@ -37,6 +38,7 @@ class Sealed:
     stream: int | None = None
     arrived: Event | None = None
     summed: Future[None] | None = None
+    made_on: Stream | None = None
 
     def land(self, device: Device) -> torch.Tensor:
         """Wait until `flat` in host memory is complete (worker thread); returns it."""
@@ -100,6 +102,7 @@ class Gradients:
         self._views = [] if self._stage is None else layout.split(self._stage)
         self.several = False
         self._single: torch.Tensor | None = None
+        self._made_on: Stream | None = None
         self._arrived: Event | None = None
         self._summed: Future[None] | None = None
 
@@ -137,6 +140,8 @@ class Gradients:
             return
         flat = pending[0].contiguous().view(-1)
         if not self._to_host:
+            if self._single is None:
+                self._made_on = self._copies.device.compute_stream()
             self._single = flat if self._single is None else self._single.add_(flat)
             return
         assert self._host is not None
@@ -178,7 +183,8 @@ class Gradients:
         closed, stream = copies.record_compute(), copies.device.compute_key()
         if not self._to_host:
             assert whole is not None
-            sealed = Sealed(whole, behind=closed, closed=closed, stream=stream)
+            made_on = None if self._layout.many else self._made_on
+            sealed = Sealed(whole, behind=closed, closed=closed, stream=stream, made_on=made_on)
         else:
             assert self._host is not None
             if self._stage is not None:

@@ -86,7 +86,6 @@ class SharedPlace(Place):
         return self._seconds
 
     def update(self, update: Update, scale: float) -> Event | None:
-        gradient = update.gradients.flat
         parts = self._parts_of_host(update)
 
         def on_host() -> Event | None:
@@ -121,7 +120,7 @@ class SharedPlace(Place):
         events = [*done, *([] if landed is None else [landed])]
         both = self._work.launch(_nothing, events, over_link=True)
         if not update.held:
-            self._work.keep(both, [gradient], over_link=True)
+            self._work.keep(both, [update.gradients], over_link=True)
         return both
 
     def _parts_of_host(self, update: Update) -> list[Update]:
@@ -159,7 +158,10 @@ class SharedPlace(Place):
             return self._submit(work, ready)
         except RuntimeError:
             job: Future[Event | None] = Future()
-            job.set_result(work())
+            try:
+                job.set_result(work())
+            except BaseException as error:  # for who asks for the result
+                job.set_exception(error)
             return job
 
     def live(self) -> dict[str, torch.Tensor]:

@@ -164,6 +164,11 @@ class Storage:
         if place is not bucket.place:
             bucket.move(place)
 
+    def let_go(self) -> None:
+        """Keep no gradients for the device's updates: later work waits for those."""
+        if self._work is not None:
+            self._work.let_go()
+
     def settle(self) -> None:
         """Wait until the device has finished with all state, so that it may be read or written."""
         if self._work is not None:
