@@ -25,6 +25,7 @@ from ts_core.optim.pieces import Bytes, Piece
 from ts_core.optim.places import HostPlace
 from ts_core.optim.rates import Rates
 from ts_core.optim.split import split
+from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
 
 SIZE = 600_000
@@ -89,6 +90,28 @@ def test_an_error_is_told_once_both_parts_are_over(
     assert not running.is_set()
     if failing == "host":
         assert _peek(param) < 1.0  # the device's part has been written
+
+
+def test_an_error_is_told_once_the_pieces_on_their_way_have_landed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody else keeps the gradient that they are copied from."""
+    param, optimizer = shared(chunk_elems=1024)
+    copy, arrived = CopyEngine.d2h, []
+
+    def d2h(self: CopyEngine, *args: Any, **options: Any) -> Any:
+        if len(arrived) == 3:
+            raise MemoryError("piece")
+        arrived.append(copy(self, *args, **options))
+        return arrived[-1]
+
+    monkeypatch.setattr(CopyEngine, "d2h", d2h)
+    param.grad = torch.ones_like(param)
+    with inject_delays(1, max_ms=200.0, share=1.0):
+        optimizer.step()
+        with pytest.raises(MemoryError, match="piece"):
+            optimizer.synchronize()
+        assert len(arrived) == 3 and all(event.query() for event in arrived)
 
 
 def _peek(param: torch.nn.Parameter) -> float:

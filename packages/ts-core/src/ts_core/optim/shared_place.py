@@ -86,7 +86,7 @@ class SharedPlace(Place):
         return self._seconds
 
     def update(self, update: Update, scale: float) -> Event | None:
-        parts = self._parts_of_host(update)
+        parts: list[Update] = []
 
         def on_host() -> Event | None:
             seconds, landed = 0.0, None
@@ -96,40 +96,44 @@ class SharedPlace(Place):
             self._seconds = seconds
             return landed
 
-        job = self._on_host(on_host, parts[0].gradients.landed)
         by_device: list[tuple[DevicePlace, int, int]] = [
             (self._link, self._near_values, self._first)
         ]
         if self._near is not None:
             by_device.append((self._near, 0, self._near_values))
+        job: Future[Event | None] | None = None
         done: list[Event] = []
         try:
+            for part in self._parts_of_host(update):
+                parts.append(part)
+            job = self._on_host(on_host, parts[0].gradients.landed)
             # Its gradients are kept until all parts have been done.
             for place, start, end in by_device:
                 segments = list(_cut(update.segments, start, end))
                 event = place.update(replace(update, segments=segments, held=True), scale)
                 done += [] if event is None else [event]
             landed = job.result()
+            events = [*done, *([] if landed is None else [landed])]
+            both = self._work.launch(_nothing, events, over_link=True)
         except BaseException:
             # Nobody is told before all are over: what they read and write is used again then.
-            job.exception()
-            parts[-1].gradients.land(self._work.device)
+            if job is not None:
+                job.exception()
+            if parts:
+                parts[-1].gradients.land(self._work.device)
             for event in done:
                 self._work.device.host_wait(event)
             raise
-        events = [*done, *([] if landed is None else [landed])]
-        both = self._work.launch(_nothing, events, over_link=True)
         if not update.held:
             self._work.keep(both, [update.gradients], over_link=True)
         return both
 
-    def _parts_of_host(self, update: Update) -> list[Update]:
+    def _parts_of_host(self, update: Update) -> Iterator[Update]:
         """The host's part in pieces, whose gradients are on their way."""
         gradient = update.gradients.flat[self._first :]
         numel = gradient.numel()
         segments = list(_within(update.segments, self._first, self._first + numel))
         after = update.gradients.ready(self._work.device)
-        parts = []
         for start in range(0, numel, self._piece):
             end = min(start + self._piece, numel)
             rest = Sealed(gradient)
@@ -138,14 +142,12 @@ class SharedPlace(Place):
                     self._gradient_h[start:end], gradient[start:end], after, keep_source=False
                 )
                 rest = Sealed(self._gradient_h, arrived=arrived)
-            part = replace(
+            yield replace(
                 update,
                 target=update.target[self._first :],
                 gradients=rest,
                 segments=list(_cut(segments, start, end)),
             )
-            parts.append(part)
-        return parts
 
     def _on_host(
         self, work: Callable[[], Event | None], ready: Callable[[], bool]
