@@ -7,7 +7,6 @@ import sys
 import textwrap
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -252,75 +251,6 @@ def test_what_comes_last_in_a_step_may_be_in_device_memory_already(
     assert seconds == pytest.approx(alone.seconds)
     optimizer.step()
     optimizer.synchronize()
-
-
-class _Device:
-    """Counts the device memory of state."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.most = 0
-        counts = self
-
-        class Counted(DevicePlace):
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options)
-                for tensor in self.state.tensors() if self.name == "resident" else []:
-                    counts.now += tensor.nbytes
-                    weakref.finalize(tensor.untyped_storage(), counts._gone, tensor.nbytes)
-                counts.most = max(counts.most, counts.now)
-
-        monkeypatch.setattr(storage, "DevicePlace", Counted)
-
-    def _gone(self, size_bytes: int) -> None:
-        self.now -= size_bytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_that_moves_is_never_twice_in_device_memory(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It moves where memory is short: out of it where a step took too much."""
-    device = _Device(monkeypatch)
-    param = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
-    optimizer = optimizer_of([param], lr=0.1)
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    before = {k: v.clone() for k, v in optimizer.state_dict()["state"][0].items()}
-    for name, near in [
-        ("shared", 0.6),
-        ("shared", 0.4),
-        ("shared", 0.5),
-        ("resident", 0.0),
-        ("shared", 0.7),
-        ("zero_copy", 0.0),
-        ("resident", 0.0),
-        ("shared", 0.0),
-    ]:
-        was = optimizer.state_on_device()
-        device.most = 0
-        optimizer.share_by(0.5, near)
-        optimizer.place_state([name])
-        assert device.now == optimizer.state_on_device()
-        assert device.most <= max(was, device.now)
-        found = optimizer.state_dict()["state"][0]
-        assert all(torch.equal(before[k], found[k]) for k in before)
-        del found
-
-
-def test_what_leaves_device_memory_makes_room_for_what_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = _Device(monkeypatch)
-    params = [torch.nn.Parameter(torch.ones(SIZE)) for _ in range(3)]
-    optimizer = optimizer_of(params)
-    optimizer.build()
-    optimizer.place_state(["zero_copy", "shared", "resident"])
-    assert optimizer.state[params[2]]  # it is shown, which keeps no memory
-    for places in (["resident", "host", "zero_copy"], ["host", "shared", "resident"]):
-        device.most = 0
-        optimizer.place_state(places)
-        assert device.most == device.now == 8 * SIZE
-    assert optimizer.state[params[2]]["exp_avg"].numel() == SIZE
 
 
 @pytest.mark.gpu

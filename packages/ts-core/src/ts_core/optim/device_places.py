@@ -121,7 +121,8 @@ class DevicePlace(Place):
         in_place: the parameters' memory is the host's, and the device updates them there.
 
     Raises:
-        OutOfBudgetError: "zero_copy" on a GPU, and no more memory can be page-locked.
+        OutOfBudgetError: no room in device memory; or "zero_copy" on a GPU, and no more memory can
+            be page-locked.
     """
 
     on_device = True
@@ -140,7 +141,12 @@ class DevicePlace(Place):
         self._work = work
         where = work.device.torch_device if resident else None
         make = (lambda n, d: torch.zeros(n, dtype=d, device=where)) if resident else None
-        self.state = _state(target, make or pinned_zeros(arena))
+        try:
+            self.state = _state(target, make or pinned_zeros(arena))
+        except torch.OutOfMemoryError as error:
+            raise OutOfBudgetError(
+                f"device memory has no room for the state of {target.numel()} values: {error}"
+            ) from error
         self._written = self._record() if resident else None
         if work.device.kind == "cuda":
             linked = self.state.tensors() if name == "zero_copy" else []

@@ -24,7 +24,8 @@ class PlacedState(TorchState):
         Raises:
             StateError: in the middle of a step.
             OptionError: a place that does not exist, or another number of them.
-            OutOfBudgetError: no more memory can be page-locked; buckets from there on stay.
+            OutOfBudgetError: device memory is full, or no more can be page-locked. Some buckets
+                have been moved then; all have their state.
         """
         self.build()
         self._updates.refuse_mid_step("place_state()")
