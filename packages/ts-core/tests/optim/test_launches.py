@@ -114,3 +114,22 @@ def test_the_link_holds_up_no_update_in_device_memory() -> None:
     assert time.monotonic() - begun < 10 and not gate.is_set()
     gate.set()
     assert float(params[0][0, 0].detach()) < 1.0
+
+
+def test_norms_of_steps_that_share_no_parameter_do_not_mix() -> None:
+    """Nothing in a step waits for those before it then, however many there are."""
+    params = [torch.nn.Parameter(torch.ones(600, 1000)) for _ in range(5)]
+    optimizer = optimizer_of(params, mode="gpu", lr=0.1, max_grad_norm=1.0)
+    optimizer.build()
+    go = threading.Event()
+    optimizer._updates.pipeline.on_host(lambda: go.wait(10))
+    verdicts = []
+    for index, param in enumerate(params):
+        param.grad = torch.full_like(param, 10.0**index)
+        optimizer.step()
+        verdicts.append(optimizer._updates.norm)
+    assert optimizer._updates.storage.copies is not None
+    optimizer._updates.storage.copies.synchronize()
+    go.set()
+    found = [verdict.result().norm for verdict in verdicts if verdict is not None]
+    assert found == [pytest.approx(600_000**0.5 * 10.0**index) for index in range(5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,30 +34,34 @@ class Fetched:
 
     Attributes:
         event: after which they are there.
-        norms_h: one after the other.
+        buffer_h: holds them, one after the other.
         parts: by bucket, where they come from; kept until they have been read.
         device: that has measured them.
+        free: takes the buffer when they have been read.
     """
 
     event: Event
-    norms_h: torch.Tensor
+    buffer_h: torch.Tensor
     parts: Mapping[int, torch.Tensor]
     device: Device
+    free: deque[torch.Tensor]
 
     def by_bucket(self) -> dict[int, list[float]]:
         """Norms by index of their bucket; waiting holds no core (worker thread)."""
         self.device.host_wait(self.event)
         sizes = [part.numel() for part in self.parts.values()]
-        each = self.norms_h.split(sizes)
-        return {index: norms.tolist() for index, norms in zip(self.parts, each, strict=True)}
+        each = self.buffer_h[: sum(sizes)].split(sizes)
+        found = {index: norms.tolist() for index, norms in zip(self.parts, each, strict=True)}
+        self.free.append(self.buffer_h)
+        return found
 
 
 class NormParts:
     """Norms of parameters (fp64) that the device has measured, and their way to the host.
 
     They stay as the device returned them, and are put together once all have come: one launch and
-    one copy, however many buckets there are. The host has two buffers in turn, so that a step's
-    norms are not overwritten while they are read.
+    one copy, however many buckets there are. Each copy has a buffer of its own until its norms have
+    been read: steps that share no parameter may be queued one after the other meanwhile.
 
     Args:
         sizes: parameters per bucket. (One norm each, so that the sum does not depend on how
@@ -69,11 +74,13 @@ class NormParts:
         self.sizes = list(sizes)
         self._copies = copies
         self._parts: dict[int, torch.Tensor] = {}
-        self._host_sets: list[torch.Tensor] = []
+        self._arena = arena
+        self._free: deque[torch.Tensor] = deque()
         if copies.device.separate_memory:
-            self._host_sets = [
-                arena.empty((sum(sizes),), torch.float64, tag="gradients") for _ in range(2)
-            ]
+            self._free.extend(self._buffer() for _ in range(2))
+
+    def _buffer(self) -> torch.Tensor:
+        return self._arena.empty((sum(self.sizes),), torch.float64, tag="gradients")
 
     def take_over(self, before: NormParts) -> None:
         """Buckets have come after those of `before`, perhaps in the middle of a step."""
@@ -99,16 +106,17 @@ class NormParts:
         self._parts = {}
 
     @torch.no_grad()
-    def fetch(self, step: int) -> Fetched | None:
+    def fetch(self) -> Fetched | None:
         """Queue the copy of this step's norms to the host; they are gone from here then."""
         if not self._parts:
             return None
         parts = dict(sorted(self._parts.items()))
         self._parts = {}
         norms = torch.cat(list(parts.values()))
-        norms_h = self._host_sets[step % 2][: norms.numel()]
-        event = self._copies.d2h(norms_h, norms, after=self._copies.record_compute())
-        return Fetched(event, norms_h, parts, self._copies.device)
+        buffer_h = self._free.popleft() if self._free else self._buffer()
+        behind = self._copies.record_compute()
+        event = self._copies.d2h(buffer_h[: norms.numel()], norms, after=behind)
+        return Fetched(event, buffer_h, parts, self._copies.device, self._free)
 
 
 def judge(

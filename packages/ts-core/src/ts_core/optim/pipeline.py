@@ -121,7 +121,7 @@ class UpdatePipeline:
         collective, which belongs on the calling thread.
         """
         measured, self._measured = self._measured, {}
-        fetched = None if self._parts is None else self._parts.fetch(step)
+        fetched = None if self._parts is None else self._parts.fetch()
 
         def device_norms() -> dict[int, list[float]]:
             return {} if fetched is None else fetched.by_bucket()
