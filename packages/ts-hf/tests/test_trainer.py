@@ -11,9 +11,11 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
+import ts_core
 import ts_hf
 from ts_core.errors import OptionError, StateError
 from ts_core.registry import codecs
+from ts_hf.training.schedulers import parted, rebind
 
 MEMORY_KEYS = {
     "ts_vram_alloc_gb",
@@ -434,6 +436,30 @@ def test_given_optimizer_and_scheduler(
     assert results[0][0] == results[1][0] == [2e-3, 1e-3, 5e-4, 2.5e-4]
     for name, wanted in results[0][1].items():
         torch.testing.assert_close(results[1][1][name], wanted, rtol=0, atol=2e-6)
+
+
+def test_a_scheduler_within_a_given_one_drives_the_new_optimizer_too() -> None:
+    class Warmup(torch.optim.lr_scheduler.LambdaLR):
+        def __init__(self, optimizer: Any, after: Any) -> None:
+            self.after = after
+            super().__init__(optimizer, lambda step: 1.0)
+
+    def make() -> tuple[Any, Any, Warmup]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return model, optimizer, Warmup(optimizer, after)
+
+    model, optimizer, scheduler = make()
+    with parted(scheduler, optimizer):
+        _, streaming = ts_core.wrap(model, optimizer, device="cpu")
+    rebind(scheduler, streaming)
+    assert scheduler.optimizer is scheduler.after.optimizer is streaming
+
+    model, optimizer, scheduler = make()
+    with pytest.raises(OptionError), parted(scheduler, optimizer):
+        ts_core.wrap(model, optimizer, device="cpu", optimizer_mode="none")
+    assert scheduler.optimizer is scheduler.after.optimizer is optimizer
 
 
 def test_callback_for_a_stock_trainer(

@@ -12,6 +12,7 @@ from ts_core.device import Device
 from ts_core.engine.blocks import needs_stack
 from ts_core.engine.meta_loading import meta_tensors
 from ts_core.engine.no_copies import refuses_copies
+from ts_core.engine.optimizer_checks import check_unscheduled
 from ts_core.engine.session import ATTRIBUTE
 from ts_core.errors import OptionError, StateError
 from ts_core.optim import OffloadAdamW, check_convertible, checks
@@ -46,6 +47,7 @@ def check_state(
         )
     if optimizer is not None and not isinstance(optimizer, OffloadAdamW):
         check_convertible(optimizer)
+        check_unscheduled(optimizer)
     if config.eager and config.max_grad_norm is not None:
         raise OptionError(
             f"eager=True cannot be combined with max_grad_norm={config.max_grad_norm}: clipping "

@@ -64,10 +64,11 @@ def wrap(
 ) -> tuple[ModelT, OffloadAdamW]:
     """Make a model and its optimizer stream.
 
-    Call it last: build the model, freeze or add adapters, quantize, create the optimizer, wrap,
-    train. The model is changed in place: what stays on the device is moved there, matrices of the
-    paged blocks move to one host buffer per block and stream to the device when the block runs,
-    gradients stream to host memory during backward, where the optimizer works.
+    Build the model, freeze or add adapters, quantize, create the optimizer, wrap, make a scheduler
+    from the optimizer that this returns, train. The model is changed in place: what stays on the
+    device is moved there, matrices of the paged blocks move to one host buffer per block and stream
+    to the device when the block runs, gradients stream to host memory during backward, where the
+    optimizer works.
 
     The matrices of a paged block are CPU tensors outside its computation, on a GPU too.
 
@@ -75,7 +76,8 @@ def wrap(
         model: the model, on the CPU or already on the device; or on the meta device, with the
             option `loader`, from which its values are read straight to where they stay.
         optimizer: torch.optim.AdamW, torch.optim.Adam, OffloadAdamW, or None to make one with
-            `lr` for every parameter that requires a gradient.
+            `lr` for every parameter that requires a gradient. No scheduler may drive it yet,
+            unless it is an OffloadAdamW, which is kept.
         **options: see `ts_core.config.WrapOptions` and docs/options.md.
 
     Returns:

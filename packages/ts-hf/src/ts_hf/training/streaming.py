@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from ts_hf.training.options import (
     moments_of,
     pad_batches,
 )
+from ts_hf.training.schedulers import parted, rebind
 from ts_hf.training.targets import WindowTargets
 from ts_hf.wrapping import wrap_hf
 
@@ -118,17 +118,18 @@ class TrainStreamMixin(CheckpointMixin, EvaluationMixin, _Trainer):  # type: ign
             )
         given = getattr(self.optimizer, "optimizer", self.optimizer)
         clip = self.args.max_grad_norm
-        _, self._streaming = wrap_hf(
-            self.model,
-            given if given is not None else self._make_adamw(),
-            max_grad_norm=float(clip) if clip and clip > 0 else None,
-            accumulation_steps=self.args.gradient_accumulation_steps,
-            device=self.args.device,
-            **{**(moments_of(self.args) if given is None else {}), **self._options.wrap},
-        )
+        with parted(self.lr_scheduler, given):
+            _, self._streaming = wrap_hf(
+                self.model,
+                given if given is not None else self._make_adamw(),
+                max_grad_norm=float(clip) if clip and clip > 0 else None,
+                accumulation_steps=self.args.gradient_accumulation_steps,
+                device=self.args.device,
+                **{**(moments_of(self.args) if given is None else {}), **self._options.wrap},
+            )
         self.optimizer = self._streaming
         if self.lr_scheduler is not None and not self._created_lr_scheduler:
-            _rebind_scheduler(self.lr_scheduler, self._streaming)
+            rebind(self.lr_scheduler, self._streaming)
         for line in self._early_events:
             getattr(self.model, _SESSION).log(line)
         self._early_events.clear()
@@ -321,24 +322,6 @@ class _StepChecks(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.after_optimizer_step()
-
-
-def _rebind_scheduler(scheduler: Any, optimizer: Any) -> None:
-    """Let a scheduler that was made for the user's optimizer drive `optimizer`, its conversion."""
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _rebind_scheduler(inner, optimizer)
-    scheduler.optimizer = optimizer
-    original = optimizer.step
-    if hasattr(original, "_wrapped_by_lr_sched"):
-        return
-
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:  # the mark by which torch checks the call order
-        optimizer._opt_called = True
-        return original(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step
 
 
 def _one_device(args: TrainingArguments) -> None:
