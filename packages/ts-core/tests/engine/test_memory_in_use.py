@@ -109,6 +109,8 @@ def test_room_for_recordings_shrinks_by_what_they_hold() -> None:
     assert memory.apart == 720 - 500 - 10
     memory.all_recorded = lambda: True  # no more will come
     assert memory.apart == 0
+    memory.recorded = lambda: 0  # nor where the first of them failed
+    assert memory.apart == 0
     memory.all_recorded = lambda: False
     memory.recorded = lambda: 5000
     assert memory.apart == 0

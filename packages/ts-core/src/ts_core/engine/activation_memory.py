@@ -41,7 +41,7 @@ class ActivationMemory:
         for_state: gives the device memory that optimizer state is still to take.
         recorded: gives the device memory that recordings hold by now, but for what backward needs.
         hidden: gives the part of it that torch counts as free, though nobody else may have it.
-        all_recorded: whether every block has its recording, so that they take no more.
+        all_recorded: whether no more are made, so that they take no more than they hold.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class ActivationMemory:
         It is for their temporary tensors, and for torch's workspaces on their streams. Known once
         blocks have been measured.
         """
-        held = self.recorded() if self.for_recordings else 0
-        if held and self.all_recorded():
+        if not self.for_recordings or self.all_recorded():
             return 0
+        held = self.recorded()
         if held:  # then those of the stream that warms up are there; others are part of `held`
             held += self._device.workspace_bytes()
         return max(0, self.for_recordings - held)

@@ -211,6 +211,7 @@ def test_a_recording_that_breaks_turns_replay_off(
     monkeypatch.setattr(HostRecorder, "record", record)
     pair = both([Block(0.2), Block(0.2)], lambda m, o: plain_steps(m, o, 6))
     assert pair.report["on"] is False
+    assert pair.model._trainstream_session.replay.complete()  # nothing is set apart for others
     said = [line for line in pair.events if "recording failed: RuntimeError: operation" in line]
     assert len(said) == 1 and "\n" not in said[0]
 

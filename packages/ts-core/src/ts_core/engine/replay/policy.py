@@ -165,11 +165,11 @@ class BlockReplay:
         }
 
     def complete(self) -> bool:
-        """Whether every block has been recorded, or cannot be.
+        """Whether every block has been recorded, or cannot be, or is to be no more.
 
         Other places of weights, and smaller inputs, use the same pool of memory.
         """
-        return all(block.recordings for block in self._blocks)
+        return self._keeper.off is not None or all(block.recordings for block in self._blocks)
 
     def size_bytes(self) -> int:
         """Device memory that recordings hold."""
