@@ -13,9 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ts_core import OffloadAdamW
+from ts_core.device.host import HostDevice
 from ts_core.errors import OptionError, StateError
-from ts_core.optim.norm_reports import SLOTS
+from ts_core.memory.arena import PinnedArena
+from ts_core.optim.norm_reports import SLOTS, NormReports
 from ts_core.testing import inject_delays
+from ts_core.transfer import CopyEngine
 
 LIMIT = 3e-7
 
@@ -467,3 +470,21 @@ def test_the_norm_of_the_step_that_moved_the_state_is_still_told(factor: float) 
     later = optimizer.pending_grad_norm
     assert later is not None and later() == pytest.approx(optimizer.last_grad_norm)
     assert later() != pending() and pending() == pytest.approx(expected)
+
+
+def test_a_norm_is_not_lost_where_the_wait_for_it_ends_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Ctrl-C, say."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    device = HostDevice()
+    reports = NormReports(CopyEngine(device), PinnedArena(), lambda line: None)
+    queued = [reports.queue(torch.tensor(float(k)), k, False) for k in range(2)]
+    monkeypatch.setattr(device, "host_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reports.wait(queued[1])
+    monkeypatch.undo()
+    assert [reports.wait(report) for report in queued] == [0.0, 1.0]

@@ -89,8 +89,9 @@ class NormReports:
             self._read(wait=True)
 
     def _read(self, wait: bool) -> None:
-        found = self._awaited.popleft()
+        found = self._awaited[0]
         if wait:
             self._copies.device.host_wait(found._event)
+        self._awaited.popleft()  # not before: Ctrl-C may end the wait
         found.norm = self._values[found._slot]
         judge(found.norm, "", None, found._skips, found._step, self._say)
