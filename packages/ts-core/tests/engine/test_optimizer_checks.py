@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ts_core import OffloadAdamW, wrap
+from ts_core import OffloadAdamW, memory_report, wrap
 from ts_core.errors import OptionError
-from ts_core.testing import tiny_model
+from ts_core.testing import tiny_model, train
 
 HOST: dict[str, Any] = {"device": "host", "quantize": "none"}
 
@@ -67,3 +68,58 @@ def test_a_scheduler_of_an_optimizer_that_is_kept_goes_on() -> None:
     streaming.step()
     scheduler.step()
     assert streaming.param_groups[0]["lr"] == 0.25
+
+
+# -- parameters that the optimizer lacks ----------------------------------------------------------
+
+
+def left_out_events(model: torch.nn.Module) -> list[str]:
+    events: list[str] = memory_report(model)["events"]
+    return [line for line in events if "not in the optimizer" in line]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OffloadAdamW])
+def test_an_optimizer_of_other_parameters_is_refused(kind: Any) -> None:
+    model = tiny_model()
+    optimizer = kind(trained(model))
+    with pytest.raises(OptionError, match=r"none of the 10 parameters .* as they are now"):
+        wrap(copy.deepcopy(model), optimizer, **HOST)
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    with pytest.raises(OptionError, match="none of the 10 parameters"):
+        wrap(model, torch.optim.AdamW(frozen), **HOST)
+
+
+def test_parameters_that_the_optimizer_lacks_are_named() -> None:
+    model = tiny_model()
+    model.layers[1].mix.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in trained(model) if p is not model.layers[1].mix])
+    before = model.layers[1].mix.detach().clone()
+    model, streaming = wrap(model, optimizer, param_offload=[0], **HOST)
+    [event] = left_out_events(model)
+    assert "1 parameters of 1.00 KiB" in event and "layers.1.mix (16, 16)" in event
+    train(model, streaming, 2)
+    assert torch.equal(model.layers[1].mix, before)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_complete_optimizer_is_not_remarked_on(full: bool) -> None:
+    for frozen_too in (True, False):
+        model = tiny_model(full=full)  # with a tied head
+        params = list(model.parameters()) if frozen_too else trained(model)
+        model, _ = wrap(model, torch.optim.AdamW(params), **HOST)
+        assert left_out_events(model) == []
+    model, _ = wrap(tiny_model(full=full), **HOST)
+    assert left_out_events(model) == []
+
+
+def test_paging_weights_that_the_optimizer_lacks_is_refused_for_that_reason() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.nn.Linear(4, 4)
+    )
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    for asked in (True, [0, 2]):
+        with pytest.raises(OptionError, match="not in the optimizer"):
+            wrap(model, optimizer, param_offload=asked, **HOST)
+    model[0].requires_grad_(False)
+    model, _ = wrap(model, optimizer, param_offload=True, **HOST)
+    assert left_out_events(model) == []

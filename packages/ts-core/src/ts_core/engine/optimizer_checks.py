@@ -3,12 +3,59 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ts_core.engine.placement import left_out
 from ts_core.errors import OptionError
+from ts_core.schedule.plan import human
+
+_NAMED = 3
+
+
+def check_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that has none of what the model trains: nothing would be trained.
+
+    Raises:
+        OptionError: it is of another model, or of other parameters of this one.
+    """
+    trainable = sum(parameter.requires_grad for parameter in model.parameters())
+    if trainable and len(left_out(model, optimizer)) == trainable:
+        raise OptionError(
+            f"the {_kind(optimizer)} has none of the {trainable} parameters of the model that "
+            f"require a gradient, so nothing would be trained. Make it from this model's "
+            f"parameters as they are now: after copying it, adding adapters, or replacing layers."
+        )
+
+
+def say_left_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Callable[[str], None]
+) -> None:
+    """Name the parameters that require a gradient and that the optimizer does not have."""
+    missing = set() if optimizer is None else left_out(model, optimizer)
+    left = [(name, p) for name, p in model.named_parameters() if id(p) in missing]
+    if not left:
+        return
+    named = ", ".join(f"{name} {tuple(p.shape)}" for name, p in left[:_NAMED])
+    size = sum(p.numel() * p.element_size() for _, p in left)
+    more = ", ..." if len(left) > _NAMED else ""
+    say(
+        f"optimizer: {len(left)} parameters of {human(size)} require a gradient and are not in the "
+        f"optimizer ({named}{more}): they are not trained, cannot stream, and their gradients "
+        f"stay in memory. Freeze them (requires_grad_(False)) or give them to the optimizer"
+    )
+
+
+def blocks_left_out(
+    model: nn.Module, blocks: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> list[bool]:
+    """Per block, whether it has matrices that require a gradient and are not in the optimizer."""
+    missing = set() if optimizer is None else left_out(model, optimizer)
+    return [any(p.dim() > 1 and id(p) in missing for p in block.parameters()) for block in blocks]
 
 
 def check_unscheduled(optimizer: torch.optim.Optimizer) -> None:

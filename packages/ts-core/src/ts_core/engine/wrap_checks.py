@@ -12,7 +12,7 @@ from ts_core.device import Device
 from ts_core.engine.blocks import needs_stack
 from ts_core.engine.meta_loading import meta_tensors
 from ts_core.engine.no_copies import refuses_copies
-from ts_core.engine.optimizer_checks import check_unscheduled
+from ts_core.engine.optimizer_checks import check_trains, check_unscheduled
 from ts_core.engine.session import ATTRIBUTE
 from ts_core.errors import OptionError, StateError
 from ts_core.optim import OffloadAdamW, check_convertible, checks
@@ -62,6 +62,8 @@ def check_state(
             "the model has no parameter that requires a gradient, so there is nothing to train. "
             "Add adapters (PEFT) or unfreeze parameters before wrapping."
         )
+    if optimizer is not None:
+        check_trains(model, optimizer)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise OptionError(
             "the model is a DistributedDataParallel, which averages gradients after they have left "
@@ -108,14 +110,28 @@ def check_blocks(
         raise needs_stack(f"vram_limit={config.vram_limit!r} on the host device")
 
 
-def check_pageable(leaves: Sequence[Sequence[Leaf]], config: WrapOptions) -> None:
-    """Refuse to page blocks that hold nothing that can stream."""
+def check_pageable(
+    leaves: Sequence[Sequence[Leaf]], config: WrapOptions, left_out: Sequence[bool] = ()
+) -> None:
+    """Refuse to page blocks that hold nothing that can stream.
+
+    Args:
+        leaves: per block, what can.
+        config: the options of wrap().
+        left_out: per block, whether the optimizer lacks parameters of it that require a gradient.
+    """
     asked = config.param_offload
     if asked in ("auto", False, 0) or asked == [] or asked == ():
         return
     named = asked if isinstance(asked, list | tuple) else range(len(leaves))
     empty = [index for index in named if not leaves[index]]
     if empty and (isinstance(asked, list | tuple) or len(empty) == len(leaves)):
+        if left_out and any(left_out[index] for index in empty):
+            raise OptionError(
+                f"param_offload={asked!r} asks to page blocks {empty}, whose weights require a "
+                f"gradient and are not in the optimizer, so that they cannot stream. Freeze them "
+                f"(requires_grad_(False)) or give them to the optimizer."
+            )
         raise OptionError(
             f"param_offload={asked!r} asks to page blocks {empty}, which hold no matrix that can "
             f"stream: adapters, norms, biases and weights that several modules share stay on the "

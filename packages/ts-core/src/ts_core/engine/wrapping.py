@@ -22,6 +22,7 @@ from ts_core.engine.experts import (
     without_experts,
 )
 from ts_core.engine.meta_loading import MetaLoading, meta_tensors
+from ts_core.engine.optimizer_checks import blocks_left_out, say_left_out
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
 from ts_core.engine.placement import block_leaves, move_resident
 from ts_core.engine.planning import (
@@ -117,9 +118,11 @@ def _wrap(
     check_blocks(model, blocks, config, device)
     check_activation_options(config.activation_offload, config.recompute, len(blocks))
     experts = experts_to_page(model, config.moe_paging)
-    check_pageable(block_leaves(model, blocks, parameters_of(experts), optimizer), config)
+    leaves = block_leaves(model, blocks, parameters_of(experts), optimizer)
+    check_pageable(leaves, config, blocks_left_out(model, blocks, optimizer))
     log = EventLog(config.verbose)
     log(f"device: {device.torch_device} ({device.kind})")
+    say_left_out(model, optimizer, log)
     if not blocks:
         log(
             f"blocks: no stack of blocks was found ({A_STACK}), so nothing streams. Pass "
