@@ -11,6 +11,7 @@ import torch
 from ts_core import OffloadAdamW
 from ts_core.device.host import HostDevice
 from ts_core.memory.arena import PinnedArena
+from ts_core.optim import buckets
 from ts_core.optim.parts import PartSums
 from ts_core.testing import inject_delays
 from ts_core.transfer import CopyEngine
@@ -80,6 +81,36 @@ def test_an_error_in_a_sum_reaches_the_reader(lab: Any, monkeypatch: pytest.Monk
     optimizer.step()
     with pytest.raises(RuntimeError, match="the copy broke"):
         torch.sum(model.large)
+
+
+def test_gradients_that_could_not_be_measured_can_be_dropped(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for fails in (False, True):
+        model, device = lab.model(), Linked()
+        optimizer = OffloadAdamW(
+            model.parameters(),
+            device=device,
+            copies=CopyEngine(device),
+            accumulation_steps=2,
+            max_grad_norm=0.5,
+        )
+        if fails:
+
+            def fail(*_: Any) -> Any:
+                raise MemoryError("measuring")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(buckets, "_measure", fail)
+                for part in range(2):
+                    lab.loss(model, 0, part).backward()
+                assert optimizer._updates.pipeline._measured
+                optimizer.zero_grad()
+        lab.run(model, optimizer, 2, accumulation=2)
+        optimizer.synchronize()
+        results.append(model)
+    assert lab.distance(*results) == 0.0
 
 
 def test_a_buffer_is_not_lost_where_the_wait_for_it_ends_early() -> None:

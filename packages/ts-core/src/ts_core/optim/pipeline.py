@@ -300,9 +300,9 @@ class UpdatePipeline:
 
     def drop_measures(self) -> None:
         """The step's gradients are dropped."""
-        for job in self._measured.values():
-            job.result()
-        self._measured.clear()
+        measured, self._measured = self._measured, {}
+        for job in measured.values():
+            job.exception()  # waits: it reads the gradients; an error is told to who needs them
         if self._parts is not None:
             self._parts.drop()
 
