@@ -123,3 +123,21 @@ def test_paging_weights_that_the_optimizer_lacks_is_refused_for_that_reason() ->
     model[0].requires_grad_(False)
     model, _ = wrap(model, optimizer, param_offload=True, **HOST)
     assert left_out_events(model) == []
+
+
+# -- its learning rate ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OffloadAdamW])
+def test_a_learning_rate_beside_an_optimizer_with_another_is_refused(kind: Any) -> None:
+    for lr in (5.0, 1e-3):  # the latter is the default of the option
+        model = tiny_model()
+        first, *rest = trained(model)
+        groups: list[dict[str, Any]] = [{"params": [first]}, {"params": rest, "lr": 0.25}]
+        optimizer = kind(groups, lr=0.5)
+        with pytest.raises(OptionError, match=r"lr=0\.5, 0\.25\. Set it there"):
+            wrap(model, optimizer, lr=lr, **HOST)
+        _, streaming = wrap(model, optimizer, **HOST)
+        assert [group["lr"] for group in streaming.param_groups] == [0.5, 0.25]
+    model = tiny_model()
+    wrap(model, kind(trained(model), lr=0.5), lr=0.5, **HOST)

@@ -32,6 +32,21 @@ def check_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Refuse a learning rate that the optimizer has its own of.
+
+    Raises:
+        OptionError: they differ.
+    """
+    own = [group["lr"] for group in optimizer.param_groups]
+    if any(float(value) != lr for value in own):
+        raise OptionError(
+            f"lr={lr!r} is for the optimizer that wrap() makes where none is given, and the "
+            f"{_kind(optimizer)} has lr={', '.join(str(float(value)) for value in own)}. Set it "
+            f"there, and leave lr out."
+        )
+
+
 def say_left_out(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, say: Callable[[str], None]
 ) -> None:

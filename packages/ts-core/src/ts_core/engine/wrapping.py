@@ -22,7 +22,7 @@ from ts_core.engine.experts import (
     without_experts,
 )
 from ts_core.engine.meta_loading import MetaLoading, meta_tensors
-from ts_core.engine.optimizer_checks import blocks_left_out, say_left_out
+from ts_core.engine.optimizer_checks import blocks_left_out, check_lr, say_left_out
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
 from ts_core.engine.placement import block_leaves, move_resident
 from ts_core.engine.planning import (
@@ -96,6 +96,8 @@ def wrap(
     config = WrapOptions.from_keywords(options)
     patches = patches_asked_for(config)
     check_state(model, optimizer, config)
+    if optimizer is not None and "lr" in options:
+        check_lr(optimizer, config.lr)
     loading = None
     if config.loader is not None and meta_tensors(model):
         loading = MetaLoading(model, config.loader, optimizer)
