@@ -17,7 +17,8 @@ from torch import nn
 from ts_core.errors import NotAvailableError, OptionError
 
 _MOST_IN_FLIGHT = 1 << 30
-_LEAST_WITHOUT_UNIT = 1 << 20  # bytes
+_LEAST_WITHOUT_UNIT = 1 << 20  # bytes, of a text
+_LEAST_NUMBER = 1000  # bytes: fewer are meant as GiB
 
 
 def default_inflight_bytes(device_bytes: int | None) -> int:
@@ -146,12 +147,14 @@ def parse_bytes(name: str, value: Any) -> int | None:
     KiB/MiB/GiB/TiB and bare letters, of 1000 for KB/MB/GB/TB).
 
     Raises:
-        OptionError: not a size above 0, or a text of less than 1 MiB without a unit: a person who
-            writes "12" means something else.
+        OptionError: not a size above 0, a text of less than 1 MiB without a unit, or a number below
+            1000: a person who writes 12 or "12" means something else.
     """
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if value < _LEAST_NUMBER:
+            raise OptionError(_meant_gib(name, value, value, str(value)))
         return value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", value, re.IGNORECASE)
@@ -161,15 +164,19 @@ def parse_bytes(name: str, value: Any) -> int | None:
             base = 1000 if letter and byte and not binary else 1024
             size = int(float(number) * base**power)
             if 0 < size < _LEAST_WITHOUT_UNIT and not (letter or byte):
-                raise OptionError(
-                    f"{name}={value!r} is {size} bytes: did you mean {number}GiB? (For so few "
-                    f"bytes, write {number}B.)"
-                )
+                raise OptionError(_meant_gib(name, value, size, number))
             if size > 0:
                 return size
     raise OptionError(
         f"{name}={value!r} is not accepted. Use a number of bytes above 0, a text like '12GiB', "
         f"or None."
+    )
+
+
+def _meant_gib(name: str, value: Any, size: int, number: str) -> str:
+    return (
+        f"{name}={value!r} is {size} bytes: did you mean {number}GiB? (For so few bytes, write "
+        f"{number}B.)"
     )
 
 
@@ -274,9 +281,12 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "moe_paging": _FLAG,
     "host_arena": (
         lambda v: _one_of("auto", False, None)(v) or _size(v),
-        "'auto', False, None or bytes",
+        "'auto', False, None, a number of bytes from 1000 on, or a text like '8GiB'",
     ),
-    "peer": (lambda v: _one_of("auto", False, None)(v) or _size(v), "'auto', False or None"),
+    "peer": (
+        lambda v: _one_of("auto", True, False, None)(v) or _is_int(v, 1) or _size(v),
+        "'auto', False or None",
+    ),
     "moment_dtype": (
         _one_of("auto", "float32", "bfloat16", "bf16", torch.bfloat16, "int8"),
         "'auto', 'float32', 'bfloat16', 'bf16', torch.bfloat16 or 'int8'",

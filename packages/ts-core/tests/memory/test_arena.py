@@ -268,11 +268,11 @@ def test_a_wrong_slab_size_names_the_variable(text: str, monkeypatch: pytest.Mon
 
 
 def test_negative_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="slab=-1"):
+    with pytest.raises(OptionError, match="slab=-1"):
         PinnedArena(slab=-1)
-    with pytest.raises(ValueError, match="cap=-1"):
+    with pytest.raises(OptionError, match="cap=-1"):
         PinnedArena(cap=-1)
-    with pytest.raises(ValueError, match="bytes_now=-1"):
+    with pytest.raises(OptionError, match="bytes_now=-1"):
         PinnedArena().reserve(-1)
 
 

@@ -315,7 +315,7 @@ def reserve_pinned(bytes_now: int, cap: int = 0, slab: int = 0) -> int:
 
     Raises:
         OutOfBudgetError: the system has no such memory.
-        ValueError: a negative number.
+        OptionError: a negative number.
     """
     arena = default_arena()
     arena.configure(cap=cap, slab=slab)
@@ -345,7 +345,7 @@ def _slab_from_environment() -> int:
 
 def _checked_size(name: str, size: int) -> int:
     if size < 0:
-        raise ValueError(f"{name}={size}: expected a number of bytes >= 0")
+        raise OptionError(f"{name}={size}: expected a number of bytes >= 0")
     return size
 
 

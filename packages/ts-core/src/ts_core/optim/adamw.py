@@ -87,7 +87,7 @@ class OffloadAdamW(PlacedState):
 
     Raises:
         NotAvailableError: mode "hybrid" with several processes.
-        RuntimeError: distributed=True without a process group.
+        StateError: distributed=True without a process group.
         OptionError: a hyper-parameter out of range, or a parameter that cannot be trained so.
     """
 

@@ -97,13 +97,13 @@ def several_processes(distributed: bool | None, mode: str, eager: bool | None) -
     """Whether these options of wrap() and OffloadAdamW mean more than one process here.
 
     Raises:
-        RuntimeError: distributed=True without a process group.
+        StateError: distributed=True without a process group.
         NotAvailableError: a mode that places state by each process's own measurements.
         OptionError: updates before the average were asked for.
     """
     there = dist.is_available() and dist.is_initialized()
     if distributed is True and not there:
-        raise RuntimeError(
+        raise StateError(
             "distributed=True needs a process group, and there is none. Start the script with "
             "torchrun and call torch.distributed.init_process_group() first, or leave "
             "distributed out."
