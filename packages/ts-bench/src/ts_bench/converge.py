@@ -113,7 +113,7 @@ def run_one(
     def look(step: int) -> None:
         loss = _held_out(model, text.held, settings)
         seconds = round(time.perf_counter() - begun, 2)
-        told = memory_report(model).get("replay", {})
+        told = memory_report(model).get("replay") or {}
         names = ("recorded", "replayed_forwards", "replayed_backwards")
         replay = {name: int(told[name]) for name in names if name in told}
         mean = fmean(float(loss) for loss in losses) if losses else 0.0

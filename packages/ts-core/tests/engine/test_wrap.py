@@ -91,6 +91,9 @@ def test_bad_option_values_name_option_value_and_what_is_accepted(name: str, val
     ("name", "value"),
     [
         ("peer", 1 << 20),
+        ("peer", True),
+        ("peer", 1),
+        ("peer", "8GiB"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:
@@ -119,7 +122,7 @@ def test_defaults_are_those_of_the_interface() -> None:
     ("text", "size"),
     [
         (None, None),
-        (5, 5),
+        (1000, 1000),
         ("12GiB", 12 * 1024**3),
         ("1.5G", 3 * 1024**3 // 2),
         ("500MB", 500_000_000),
@@ -133,10 +136,12 @@ def test_sizes(text: Any, size: int | None) -> None:
     assert parse_bytes("vram_limit", text) == size
 
 
-@pytest.mark.parametrize("text", ["12", "1.5", " 24 "])
-def test_a_size_without_a_unit_is_taken_for_a_mistake(text: str) -> None:
-    with pytest.raises(OptionError, match=rf"bytes: did you mean {text.strip()}GiB"):
-        WrapOptions(vram_limit=text)
+@pytest.mark.parametrize("value", ["12", "1.5", " 24 ", 8, 999])
+def test_a_size_without_a_unit_is_taken_for_a_mistake(value: Any) -> None:
+    with pytest.raises(OptionError, match=rf"bytes: did you mean {str(value).strip()}GiB"):
+        WrapOptions(vram_limit=value)
+    with pytest.raises(OptionError, match="a text like '8GiB'"):
+        WrapOptions(host_arena=value)
 
 
 def test_refusals_of_state() -> None:
@@ -343,6 +348,9 @@ def test_report_says_where_the_bytes_are() -> None:
         "params",
         "plan",
     } <= set(report)
+    assert report["experts"] is report["replay"] is report["plan"]["recordings"] is None
+    assert report["activations"]["policy"] and report["attention"] is not None
+    assert memory_report(wrap(nn.Linear(2, 2), **HOST)[0])["activations"] is None
     assert report["params"]["paged_blocks"] == [1, 3]
     assert report["transfers"]["h2d"]["bytes"] >= report["params"]["load_bytes"] > 0
     assert report["optimizer"]["grad_norm"] > 0
@@ -446,8 +454,10 @@ def test_the_cpu_of_a_local_rank_is_a_host_device() -> None:
 
 
 def test_what_several_processes_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="torchrun"):
+    with pytest.raises(StateError, match="torchrun"):
         wrap(tiny_model(), distributed=True, **HOST)
+    with pytest.raises(StateError, match="torchrun"):
+        OffloadAdamW(tiny_model(full=True).parameters(), distributed=True)
     alone = tiny_model()
     optimizer = OffloadAdamW([p for p in alone.parameters() if p.requires_grad])
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -137,7 +137,7 @@ class Settled:
         from ts_core import memory_report
 
         report = memory_report(self._model)
-        replay = report.get("replay", {})
+        replay = report.get("replay") or {}
         counts = (replay.get("recorded", 0), replay.get("dropped", 0), len(report["events"]))
         quiet = report["plan"]["settled"] and counts == self._seen
         self._seen = counts

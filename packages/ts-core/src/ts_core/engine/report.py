@@ -32,15 +32,17 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
         outliers, the share of input channels that stored weights were given;
         bounce_bytes, copied through the staging ring; staged_blocks, staged_bytes, disk_blocks,
         disk_bytes, kept there, and disk_read_bytes),
-        activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes),
-        experts (with moe_paging: layers, experts, host_bytes, slot_bytes, calls, picked, loads,
-        load_bytes, whole_bytes)
-        replay (with cuda_graphs: on, recorded, dropped, replayed_forwards, replayed_backwards;
-        eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes, seconds_recording)
+        activations (policy per block, offloaded_blocks, recompute_blocks, decision, block_bytes;
+        None for a model without blocks), attention,
+        experts (with moe_paging, else None: layers, experts, host_bytes, slot_bytes, calls, picked,
+        loads, load_bytes, whole_bytes),
+        replay (with cuda_graphs on a GPU, else None: on, recorded, dropped, replayed_forwards,
+        replayed_backwards; eager, calls by reason; saved_bytes, scratch_bytes, pool_bytes,
+        seconds_recording)
         and plan (target_vram, settled, history of the steps that were looked at, budget, predicted
         and predicted_host in bytes by use, seconds, measured, reasons; expected, the peak of a step
-        in bytes by what the first one showed, None before that; with cuda_graphs recordings:
-        predicted and measured bytes beside the activations that they keep).
+        in bytes by what the first one showed, None before that; recordings, where there
+        is a replay, else None: predicted and measured bytes beside the activations they keep).
 
     Raises:
         StateError: the model is not wrapped.
@@ -64,14 +66,14 @@ def memory_report(model: nn.Module | None = None) -> dict[str, Any]:
     report["optimizer"] = {} if session.optimizer is None else session.optimizer.stats()
     report["resident"] = session.device.pool.by_tag()
     report["params"] = _params(session)
-    if session.activations is not None:
-        report["activations"] = session.activations.report()
-    if session.attention is not None:
-        report["attention"] = session.attention.report()
-    if session.experts is not None:
-        report["experts"] = session.experts.report()
-    if session.replay is not None:
-        report["replay"] = session.replay.report()
+    parts: dict[str, Any] = {
+        "activations": session.activations,
+        "attention": session.attention,
+        "experts": session.experts,
+        "replay": session.replay,
+    }
+    for name, part in parts.items():
+        report[name] = None if part is None else part.report()
     report["plan"] = _plan(session)
     return report
 
@@ -93,17 +95,17 @@ def _plan(session: TrainStreamSession) -> dict[str, Any]:
             "beside_blocks_and_slots": 0 if corrector is None else corrector.needed,
         },
         "reasons": list(plan.reasons),
-        **_recordings(session),
+        "recordings": _recordings(session),
     }
 
 
-def _recordings(session: TrainStreamSession) -> dict[str, Any]:
+def _recordings(session: TrainStreamSession) -> dict[str, int] | None:
     """Device memory that recordings of blocks take beside the activations that they keep."""
     if session.replay is None:
-        return {}
+        return None
     activations = session.activations
     predicted = 0 if activations is None else activations.memory.for_recordings
-    return {"recordings": {"predicted": predicted, "measured": session.replay.beside_bytes()}}
+    return {"predicted": predicted, "measured": session.replay.beside_bytes()}
 
 
 def _params(session: TrainStreamSession) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def placement(model: nn.Module) -> dict[str, Any]:
     session: Any = model._trainstream_session
     paged = set(params["paged_blocks"])
     on_disk = set(params.get("disk_blocks", ()))
-    policy = report.get("activations", {}).get("policy") or []
+    policy = (report.get("activations") or {}).get("policy") or []
     blocks = []
     for index, block in enumerate(session.blocks):
         place = DISK if index in on_disk else STREAMS if index in paged else DEVICE
