@@ -348,6 +348,17 @@ def test_state_cannot_move_in_the_middle_of_a_step() -> None:
         ({"betas": (0.9, 1.0)}, OptionError),
         ({"eps": -1e-8}, OptionError),
         ({"weight_decay": -0.1}, OptionError),
+        ({"lr": "1e-3"}, OptionError),
+        ({"eps": "1e-8"}, OptionError),
+        ({"weight_decay": "0.1"}, OptionError),
+        ({"weight_decay": None}, OptionError),
+        ({"betas": ("0.9", 0.999)}, OptionError),
+        ({"betas": 0.9}, OptionError),
+        ({"max_grad_norm": "1.0"}, OptionError),
+        ({"max_grad_norm": True}, OptionError),
+        ({"skip_nonfinite": "no"}, OptionError),
+        ({"compute_grad_norm": 1}, OptionError),
+        ({"eager": "no"}, OptionError),
         ({"accumulation_steps": 0}, OptionError),
         ({"accumulation_steps": True}, OptionError),
         ({"max_grad_norm": 0.0}, OptionError),
@@ -367,7 +378,7 @@ def test_state_cannot_move_in_the_middle_of_a_step() -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match="|".join(options)):
         OffloadAdamW(mlp().parameters(), **options)
 
 

@@ -135,6 +135,7 @@ class OffloadAdamW(PlacedState):
         kind = checks.moment_kind(moment_dtype)
         checks.mode(mode, kind, pin_moments)
         checks.numbers(max_grad_norm, chunk_elems, threads, seed)
+        checks.flags(compute_grad_norm=compute_grad_norm, skip_nonfinite=skip_nonfinite)
         self.step_options = StepOptions(
             max_grad_norm, compute_grad_norm, skip_nonfinite, threads or 0
         )

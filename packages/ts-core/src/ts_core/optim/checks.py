@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -41,21 +42,29 @@ def group(param_group: dict[str, Any]) -> None:
             )
 
 
-def hyper(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Refuse hyper-parameters out of range."""
-    ranges = {
-        "lr": 0.0 <= float(lr) < math.inf,
-        "eps": eps >= 0.0,
-        "weight_decay": weight_decay >= 0.0,
-        "betas": len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+def hyper(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
+    """Refuse hyper-parameters that are no numbers, or out of range."""
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    good = {
+        "lr": _within(lr, math.inf),
+        "eps": _within(eps, math.inf),
+        "weight_decay": _within(weight_decay, math.inf),
+        "betas": pair and all(_within(beta, 1.0) for beta in betas),
     }
     values = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas}
-    for name, good in ranges.items():
-        if not good:
+    for name, accepted in good.items():
+        if not accepted:
             expected = (
                 "two numbers in [0, 1)" if name == "betas" else "a finite number of at least 0"
             )
             raise OptionError(f"{name}={values[name]!r} is not accepted. Use {expected}.")
+
+
+def _within(value: Any, end: float) -> bool:
+    """Whether it is a number (of Python, numpy or in a tensor of one) from 0 to below `end`."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and 0.0 <= float(value) < end
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) < end
 
 
 def moment_kind(moment_dtype: Any) -> str:
@@ -99,7 +108,8 @@ def mode(name: str, kind: str, pin_moments: Any) -> None:
 
 def numbers(max_grad_norm: Any, chunk_elems: Any, threads: Any, seed: Any) -> None:
     """Refuse numbers out of range."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and float(max_grad_norm) > 0):
         raise OptionError(
             f"max_grad_norm={max_grad_norm!r} is not accepted. Use a number above 0, or None."
         )
@@ -117,8 +127,17 @@ def numbers(max_grad_norm: Any, chunk_elems: Any, threads: Any, seed: Any) -> No
         raise OptionError(f"seed={seed!r} is not accepted. Use an integer from 0 to 2**32 - 1.")
 
 
+def flags(**given: Any) -> None:
+    """Refuse what is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name}={value!r} is not accepted. Use True or False.")
+
+
 def eager(value: bool | None, needs_norm: bool) -> None:
     """Refuse updates during backward where the whole gradient is needed first."""
+    if value is not None and not isinstance(value, bool):
+        raise OptionError(f"eager={value!r} is not accepted. Use None, True or False.")
     if value and needs_norm:
         raise OptionError(
             "eager=True starts updates before the whole gradient is known, which max_grad_norm, "
