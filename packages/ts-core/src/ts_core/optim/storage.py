@@ -206,8 +206,10 @@ class Storage:
     def splits(self) -> bool:
         """Whether state may be split between places after some steps."""
         assert self.copies is not None
-        linked = self.copies.device.separate_memory
-        return self.mode == "hybrid" or (self.mode == "auto" and linked and self.kind == "float32")
+        linked = self.copies.device.separate_memory  # else one memory, and no link between places
+        return linked and (
+            self.mode == "hybrid" or (self.mode == "auto" and self.kind == "float32")
+        )
 
     def device_inflight_bytes(self) -> int:
         """Device memory of gradients that device updates are still to read."""
