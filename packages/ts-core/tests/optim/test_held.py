@@ -246,3 +246,41 @@ def test_gradients_of_updates_on_their_way_go_where_the_streams_that_made_them_w
     assert device.waits == [events[2], events[4]] and other.waits == [events[3]]
     work.let_go()
     assert len(device.waits) == 2
+
+
+def test_a_forward_between_passes_waits_for_no_copy_of_the_pass_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Passed, "synchronize", lambda self: None)
+    device = Recorded()
+    copies = CopyEngine(device)
+    param = torch.nn.Parameter(torch.ones(300_000))
+    optimizer = OffloadAdamW(
+        [param], device=device, copies=copies, mode="cpu", accumulation_steps=3, lr=0.1
+    )
+    gate = threading.Event()
+    lane = copies._lanes["d2h"]
+
+    def backward() -> None:
+        device.launch(lane.stream, lambda: gate.wait(30) and None)
+        param.grad = torch.ones_like(param)
+        optimizer._on_gradient(param)
+
+    def sources() -> int:
+        return sum(copy.source is not None for copy in lane.in_flight)
+
+    backward()
+    assert sources() == 1
+    optimizer.let_go()  # the forward of the second pass begins
+    assert device.waits == [] and sources() == 1
+    optimizer.weights_read()  # and ends
+    assert len(device.waits) == 1 and sources() == 0
+    gate.set()
+    backward()
+    backward()
+    optimizer.step()
+    device.waits.clear()
+    optimizer.let_go()
+    assert sources() == 0
+    optimizer.synchronize()
+    assert float(param.detach().max()) < 1.0

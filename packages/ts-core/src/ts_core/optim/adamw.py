@@ -372,7 +372,7 @@ class OffloadAdamW(PlacedState):
         Later work of the device waits for those updates, as it did for the weights that they write.
         (Earlier, it would wait for updates that the forward does not need yet.)
         """
-        self._updates.storage.let_go()
+        self._updates.weights_read()
 
     def drop_failed_backward(self) -> None:
         """If a backward has raised since the last step, drop what it left, and say so.

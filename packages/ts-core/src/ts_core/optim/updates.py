@@ -309,8 +309,22 @@ class Updates:
             warnings.warn(text, UserWarning, stacklevel=7)
 
     def let_go(self) -> None:
-        """Keep no gradients: later work of the device waits for what still reads them."""
+        """Keep no gradients of the last step: later work of the device waits for what reads them.
+
+        Between passes of a step those that leave for the host are kept as long as that takes: the
+        next forward needs nothing that would wait for them.
+        """
         self.pipeline.let_go()
+        if self.storage.copies is None:
+            return
+        if self.mid_step:
+            self.storage.copies.retire()
+        else:
+            self.storage.copies.let_go()
+
+    def weights_read(self) -> None:
+        """A forward has read all weights, so that nothing waits for long any more."""
+        self.storage.let_go()
         if self.storage.copies is not None:
             self.storage.copies.let_go()
 
