@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ts_core import OffloadAdamW, memory_report, wrap
-from ts_core.errors import OptionError
+from ts_core.errors import OptionError, StateError
 from ts_core.testing import tiny_model, train
 
 HOST: dict[str, Any] = {"device": "host", "quantize": "none"}
@@ -141,3 +141,21 @@ def test_a_learning_rate_beside_an_optimizer_with_another_is_refused(kind: Any) 
         assert [group["lr"] for group in streaming.param_groups] == [0.5, 0.25]
     model = tiny_model()
     wrap(model, kind(trained(model), lr=0.5), lr=0.5, **HOST)
+
+
+# -- the optimizer that is stepped ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_no_step_took_say_which_step_was_missed(passes: int) -> None:
+    model = tiny_model()
+    given = torch.optim.AdamW(trained(model))
+    model, _ = wrap(model, given, accumulation_steps=passes, **HOST)
+    tokens = torch.randint(0, 37, (2, 7))
+    for _ in range(passes):
+        model(tokens).backward()
+        given.step()  # does nothing: its parameters have no gradients
+    with pytest.raises(StateError) as caught:
+        model(tokens).backward()
+    for words in ("accumulation_steps", "to wrap()", "that wrap() returned", "TrainStreamTrainer"):
+        assert words in str(caught.value)

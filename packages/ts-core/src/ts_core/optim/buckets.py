@@ -24,6 +24,7 @@ from ts_core.optim.layout import FlatLayout, Hyper, local
 from ts_core.optim.parts import PartSums
 from ts_core.optim.places import Place, Segment, Update
 from ts_core.optim.read_guard import Flight
+from ts_core.optim.refusals import IN_TIME
 from ts_core.transfer import CopyEngine
 
 
@@ -126,15 +127,13 @@ class Bucket:
         if self.closed:
             raise StateError(
                 f"a parameter of shape {tuple(grad.shape)} received a gradient after the step's "
-                f"last one: its {self.counts[position]} backward passes were complete. Set "
-                f"accumulation_steps before the first backward of a step, and call step() in time."
+                f"last one: its {self.counts[position]} backward passes were complete. {IN_TIME}"
             )
         if self.counts[position] >= expected and not another_part:
             raise StateError(
                 f"a parameter of shape {tuple(grad.shape)} received gradient number "
                 f"{self.counts[position] + 1} before step(), but accumulation_steps={expected}. "
-                f"Pass accumulation_steps=<backward passes per step>, call step() in time, or "
-                f"zero_grad() to drop an unfinished step."
+                f"{IN_TIME} zero_grad() drops an unfinished step."
             )
         self.finish()  # the last update still reads the memory that gradients come into
         if position in self._pending:

@@ -18,6 +18,13 @@ _NO_SCALER = (
     "torch.amp.GradScaler cannot work with OffloadAdamW: gradients leave the device before it "
     "could unscale them. Train in bfloat16 (autocast needs no scaler there)."
 )
+# For a gradient that no step() was called for, whatever the reason.
+IN_TIME = (
+    "Pass accumulation_steps=<backward passes per step> to wrap() (to OffloadAdamW without it), or "
+    "set it before the first of them, and call step() after the last: that of the optimizer that "
+    "wrap() returned, not of the one that it was given. For a transformers Trainer, use "
+    "TrainStreamTrainer."
+)
 
 
 class RefusingOptimizer(torch.optim.Optimizer):
