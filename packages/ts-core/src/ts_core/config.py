@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ts_core.errors import NotAvailableError, OptionError
+from ts_core.option_names import hint_for_wrap
 
 _MOST_IN_FLIGHT = 1 << 30
 _LEAST_WITHOUT_UNIT = 1 << 20  # bytes, of a text
@@ -118,11 +119,7 @@ class WrapOptions:
         known = {f.name for f in fields(WrapOptions) if f.init}
         for name in options:
             if name not in known:
-                import difflib
-
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise OptionError(f"wrap() has no option {name!r}.{hint}")
+                raise OptionError(f"wrap() has no option {name!r}.{hint_for_wrap(name, known)}")
         return WrapOptions(**options)
 
 

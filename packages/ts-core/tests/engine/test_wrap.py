@@ -108,6 +108,20 @@ def test_unknown_option_names_the_nearest() -> None:
         wrap(tiny_model(), param_ofload=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mode", "Did you mean 'optimizer_mode'"),
+        ("gradient_accumulation_steps", "Did you mean 'accumulation_steps'"),
+        ("weight_decay", r"one \(torch.optim.AdamW or OffloadAdamW\)"),
+        ("skip_nonfinite", r"one \(OffloadAdamW\) that was made with skip_nonfinite="),
+    ],
+)
+def test_unknown_options_of_other_places_say_where_they_belong(name: str, said: str) -> None:
+    with pytest.raises(OptionError, match=f"no option '{name}'.*{said}"):
+        wrap(tiny_model(), **{name: 1})
+
+
 def test_defaults_are_those_of_the_interface() -> None:
     options = WrapOptions()
     assert (options.optimizer_mode, options.offload, options.vram_headroom) == ("cpu", "auto", 0.1)

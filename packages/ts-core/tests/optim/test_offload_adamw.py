@@ -382,6 +382,17 @@ def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception]
         OffloadAdamW(mlp().parameters(), **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("optimizer_mode", "mode"), ("max_norm", "max_grad_norm"), ("weight_decy", "weight_decay")],
+)
+def test_unknown_options_name_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"OffloadAdamW has no option '{name}'.*'{meant}'"):
+        OffloadAdamW(mlp().parameters(), **{name: 1.0})
+    with pytest.raises(OptionError, match=r"no option 'qqqq'\.$"):
+        OffloadAdamW(mlp().parameters(), qqqq=1.0)
+
+
 def test_unsupported_parameters_and_optimizers_are_refused() -> None:
     with pytest.raises(OptionError, match="complex64"):
         OffloadAdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])

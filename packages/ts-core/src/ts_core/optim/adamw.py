@@ -122,7 +122,9 @@ class OffloadAdamW(PlacedState):
         distributed: bool | None = None,
         homes: Mapping[torch.nn.Parameter, TrainedHome] | None = None,
         on_event: Callable[[str], None] | None = None,
+        **unknown: Any,
     ) -> None:
+        checks.known(OffloadAdamW, unknown)
         checks.hyper(lr, betas, eps, weight_decay)
         checks.torch_flags(
             amsgrad=amsgrad,

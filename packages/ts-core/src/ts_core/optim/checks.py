@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,10 +13,21 @@ import torch
 
 from ts_core.errors import OptionError
 from ts_core.optim.layout import is_sharded, local
+from ts_core.option_names import hint_for_optimizer
 
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 # What torch.optim.AdamW takes beside the plain update; "fused" and "foreach" only say how it runs.
 UNLIKE_PLAIN = ("amsgrad", "maximize", "differentiable", "capturable")
+
+
+def known(optimizer: type, unknown: dict[str, Any]) -> None:
+    """Refuse keywords that the optimizer does not have, with the nearest that it has."""
+    for name in unknown:
+        parameters = inspect.signature(optimizer).parameters.values()
+        options = [option.name for option in parameters if option.kind is not option.VAR_KEYWORD]
+        raise OptionError(
+            f"{optimizer.__name__} has no option {name!r}.{hint_for_optimizer(name, options)}"
+        )
 
 
 def torch_flags(**flags: Any) -> None:
