@@ -82,6 +82,9 @@ def test_unknown_name_lists_installed_ones_and_the_install_line() -> None:
     ("asked", "hint"),
     [
         ("int4", "Did you mean 'nf4'?"),  # as many bits, though 'int8' is spelled more alike
+        ("4bit", "Did you mean 'nf4'?"),
+        ("load_in_4bit", "Did you mean 'nf4'?"),
+        ("8-bit", "Did you mean 'int8'?"),
         ("fp4", "Did you mean 'nvfp4'?"),
         ("in8", "Did you mean 'int8'?"),
         ("int16", "Did you mean 'int8'?"),

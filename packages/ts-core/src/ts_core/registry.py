@@ -117,10 +117,11 @@ class Registry:
 
 
 def _closest(name: str, names: list[str]) -> list[str]:
-    """The name that was meant, perhaps: for "int4" rather another of 4 than "int8"."""
+    """The name that was meant, perhaps: for "int4" or "4bit" rather one of 4 than "int8"."""
     digits = re.findall(r"\d+", name)
     alike = [other for other in names if digits and re.findall(r"\d+", other) == digits]
-    return difflib.get_close_matches(name, alike, 1, 0.5) or difflib.get_close_matches(
+    least = 0.0 if re.search(r"\d[-_ ]?bit", name) else 0.5  # the number is all that is meant
+    return difflib.get_close_matches(name, alike, 1, least) or difflib.get_close_matches(
         name, names, 1
     )
 
