@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+from ts_core.config import WrapOptions
 from ts_core.errors import NotAvailableError, OptionError
 from ts_hf.packing import PackedCollator
 from ts_hf.padding import PaddedCollator, check_multiple
@@ -44,8 +45,8 @@ class TrainerOptions:
         """Split and check.
 
         Raises:
-            OptionError: not a dict, a value that is not accepted, or an option that
-                TrainingArguments already has.
+            OptionError: not a dict, an unknown option, a value that is not accepted, or an option
+                that TrainingArguments already has.
         """
         if given is not None and not isinstance(given, dict):
             raise OptionError(
@@ -76,6 +77,7 @@ class TrainerOptions:
                     f"trainstream={{{name!r}: ...}}: TrainStreamTrainer takes this from "
                     f"TrainingArguments({argument}=...). Set it there."
                 )
+        WrapOptions.from_keywords(rest)
         return TrainerOptions(
             wrap=rest,
             chunked_loss=chunked,
