@@ -107,6 +107,7 @@ def test_a_flag_that_is_no_number_is_refused_as_in_a_file(flag: str, text: str, 
     [
         ("seq_lenght", 3, "there is no setting 'seq_lenght'. Did you mean 'seq_length'?"),
         ("learning_rate", 3, "there is no setting 'learning_rate'. It is called 'lr' here."),
+        ("vram_limit", 3, "It stands under 'options': options: {vram_limit: ...}"),
         ("warm-up", 3, "there is no setting 'warm-up'. Did you mean 'warmup'?"),
         ("xyzzy", 3, "there is no setting 'xyzzy'."),
         ("steps", 0, "steps=0 is not accepted; expected an int >= 1"),
@@ -128,6 +129,7 @@ def test_a_flag_that_is_no_number_is_refused_as_in_a_file(flag: str, text: str, 
         ("block_limit", "lots", "block_limit='lots'"),
         ("block_limit", 0, "block_limit=0"),
         ("block_limit", "24", "block_limit='24' is 24 bytes: did you mean 24GiB?"),
+        ("block_limit", 24, "block_limit=24 is 24 bytes: did you mean 24GiB?"),
         ("data", [], "data="),
         ("gradient_checkpointing", 1, "gradient_checkpointing=1"),
     ],
@@ -145,11 +147,14 @@ def test_yaml_numbers_as_people_write_them() -> None:
 
 def test_everything_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("steps: 3\nlr: fast\n\nseq_lenght: 5\n")
+    file.write_text("steps: 3\nlr: fast\n\nseq_lenght: 5\ndata: [nowhere/, stdlib]\n")
     with pytest.raises(OptionError) as caught:
-        make_config((str(file), read_yaml(file)), ("command line", {"seed": -1}))
+        make_config(
+            (str(file), read_yaml(file)), ("command line", {"seed": -1, "held_out": "none.txt"})
+        )
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 5
+    assert "no file or folder 'nowhere/'" in lines[3] and "'none.txt'" in lines[4]
     assert lines[0].startswith(f"{file}, line 2: lr='fast'")
     assert lines[1].startswith(f"{file}, line 4: there is no setting 'seq_lenght'")
     assert lines[2].startswith("command line: seed=-1")
@@ -237,14 +242,16 @@ def test_options_not_accepted(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--seq-lenght", "there is no flag --seq-lenght. Did you mean --seq-length?"),
-        ("--learning-rate=3", "there is no flag --learning-rate. It is called --lr here."),
+        ("--seq-lenght", "Did you mean --seq-length?"),
+        ("--optimizer-mode", "It is one of the options: --options optimizer_mode=..."),
+        ("--chunked-loss=false", "It is one of the options: --options chunked_loss=..."),
+        ("--learning-rate=3", "It is called --lr here."),
     ],
 )
 def test_unknown_flags_are_answered_with_the_nearest(flag: str, words: str) -> None:
     with pytest.raises(OptionError) as caught:
         _parse(flag)
-    assert str(caught.value) == words
+    assert str(caught.value) == f"there is no flag {flag.partition('=')[0]}. {words}"
 
 
 def test_differing_keys() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ts_core.config import parse_bytes
-from ts_core.errors import OptionError
+from ts_core.errors import DataError, OptionError
 from ts_hf.cli.settings import FREE_TO_CHANGE, FinetuneConfig
-from ts_hf.cli.streaming import as_texts, check_with_limit, yaml_words
+from ts_hf.cli.streaming import as_texts, check_with_limit, is_option, yaml_words
 
 # Names that other tools use for what is called something else here.
 _ALIASES = {
@@ -110,6 +110,8 @@ def _flag_hint(parser: argparse.ArgumentParser, flag: str) -> str:
     plain = flag.lstrip("-").lower().replace("-", "_")
     if plain in _ALIASES:
         return f" It is called --{_ALIASES[plain].replace('_', '-')} here."
+    if is_option(plain):
+        return f" It is one of the options: --options {plain}=..."
     known = list(parser._option_string_actions)
     near = difflib.get_close_matches(flag, known, n=1, cutoff=0.4)
     return f" Did you mean {near[0]}?" if near else ""
@@ -183,7 +185,7 @@ def make_config(*layers: tuple[str, Mapping[str, Any]]) -> FinetuneConfig:
                 wrong.append(f"{place}: {_refusal(item, value)}")
             values[name] = value
     if wrong:
-        raise OptionError("\n".join(wrong))
+        raise OptionError("\n".join([*wrong, *_missing(values)]))
     config = FinetuneConfig(**values)
     check_with_limit(config.options, config.block_limit)
     return config
@@ -209,9 +211,23 @@ def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def _missing(values: Mapping[str, Any]) -> list[str]:
+    """Data that is not there, to be told with what else is wrong; else the run refuses it."""
+    from ts_hf.cli.sources import check_sources  # imports this module
+
+    sources = [values.get("data", ()), (values.get("held_out"),)]
+    found = []
+    for source in (source for some in sources if isinstance(some, tuple) for source in some):
+        try:
+            check_sources([source] if isinstance(source, str) and source else [])
+        except DataError as error:
+            found.append(str(error))
+    return found
+
+
 def _refusal(item: dataclasses.Field[Any], value: Any) -> str:
     """Why a value is not accepted."""
-    if item.name == "block_limit" and isinstance(value, str) and value.strip().isdigit():
+    if item.name == "block_limit" and str(value).strip().isdigit():
         try:
             parse_bytes(item.name, value)
         except OptionError as error:  # it knows what a number without a unit means
@@ -224,6 +240,8 @@ def _hint(name: str) -> str:
     plain = name.strip().lower().replace("-", "_")
     if plain in _ALIASES:
         return f" It is called {_ALIASES[plain]!r} here."
+    if is_option(plain):
+        return f" It stands under 'options': options: {{{plain}: ...}}"
     names = [item.name for item in dataclasses.fields(FinetuneConfig)]
     near = difflib.get_close_matches(plain, names, n=1, cutoff=0.4)
     return f" Did you mean {near[0]!r}?" if near else ""

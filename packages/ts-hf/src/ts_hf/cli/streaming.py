@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from ts_core.config import WrapOptions, parse_bytes
@@ -67,6 +68,12 @@ def parse_options(texts: tuple[str, ...]) -> dict[str, Any]:
     except OptionError as error:
         raise type(error)(f"options: {error}") from error
     return found
+
+
+def is_option(name: str) -> bool:
+    """Whether `options` takes it."""
+    taken = {item.name for item in fields(WrapOptions) if item.init}
+    return name in taken.union(_TRAINER) - set(_OWN) - set(_FOR_PYTHON)
 
 
 def yaml_words(error: Exception, name: str) -> str:
