@@ -33,12 +33,23 @@ def test_a_scheduler_of_an_optimizer_that_is_replaced_is_refused() -> None:
         model = tiny_model()
         optimizer = torch.optim.AdamW(trained(model))
         scheduler = make(optimizer)
-        with pytest.raises(OptionError, match="after wrap"):
+        with pytest.raises(OptionError, match=rf"\({type(scheduler).__name__}.*after wrap"):
+            wrap(model, optimizer, **HOST)
+        vars(scheduler)  # how attributes are held may change by this
+        with pytest.raises(OptionError, match=rf"{type(scheduler).__name__}.*after wrap"):
             wrap(model, optimizer, **HOST)
         del scheduler
         model, streaming = wrap(model, optimizer, **HOST)  # nothing had been changed
         after = make(streaming)
         assert after.optimizer is streaming
+
+
+def test_what_only_resembles_a_scheduler_is_none() -> None:
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(trained(model))
+    mine = {"optimizer": optimizer, "last_epoch": 0, "base_lrs": [1e-3]}
+    _, streaming = wrap(model, optimizer, **HOST)
+    assert mine["optimizer"] is not streaming
 
 
 def test_the_learning_rate_before_a_dropped_scheduler_is_the_next_ones_base() -> None:

@@ -98,11 +98,9 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the types of the schedulers that drive `optimizer`."""
     found = []
     for holder in gc.get_referrers(optimizer):
-        if isinstance(holder, dict):  # an object's attributes, before Python 3.11 or once asked for
-            if holder.get("optimizer") is optimizer and "last_epoch" in holder:
-                found.append("torch.optim.lr_scheduler")
-        elif issubclass(type(holder), LRScheduler):
-            found.append(_kind(holder))
+        # Attributes may be held by a dict of the object (before Python 3.11, or once asked for).
+        owners = gc.get_referrers(holder) if type(holder) is dict else [holder]
+        found += [_kind(owner) for owner in owners if issubclass(type(owner), LRScheduler)]
     return found
 
 
