@@ -246,6 +246,71 @@ def test_state_on_the_device_costs_neither_host_threads_nor_the_link(tiny_reader
     assert min(on_host.seconds[name] for name in ("to_device", "to_host", "updates")) > 0
 
 
+FULL_RUN = ("large", "--full", "--ram", "64GiB", "--batch", "8", "--optimizer-mode")
+
+
+def test_with_room_for_all_state_a_step_waits_for_neither_link_nor_host(tiny_reader: Any) -> None:
+    outcome = outcome_of(*FULL_RUN, "auto", "--vram", "80GiB")
+    plan, seconds = outcome.plan, outcome.plan.seconds
+    assert plan.predicted["optimizer_state"] == 8 * outcome.described.parameters
+    assert [seconds[name] for name in ("to_device", "to_host", "updates")] == [0, 0, 0]
+    assert seconds["step"] == seconds["forward"] + seconds["backward"] > 0
+    assert "100% of the state in device memory" in outcome.notes[-1]
+
+
+def test_the_step_follows_the_optimizer_mode_and_the_room(tiny_reader: Any) -> None:
+    steps = {}
+    for vram in ("12GiB", "16GiB", "20GiB"):
+        for mode in ("cpu", "gpu", "auto", "hybrid"):
+            plan = outcome_of(*FULL_RUN, mode, "--vram", vram).plan
+            assert plan.fits and plan.predicted["total"] <= plan.predicted["budget"], (mode, vram)
+            steps[mode, vram] = plan.seconds["step"]
+            if mode == "gpu":
+                assert plan.seconds["updates"] == plan.predicted["optimizer_state"] == 0
+        assert steps["hybrid", vram] == steps["auto", vram]
+        assert steps["auto", vram] < min(steps["cpu", vram], steps["gpu", vram])
+    assert steps["cpu", "20GiB"] == pytest.approx(steps["cpu", "16GiB"])  # of host threads
+    assert steps["auto", "20GiB"] < steps["auto", "16GiB"] < steps["auto", "12GiB"]
+
+
+def test_activations_leave_their_room_to_state_where_the_step_is_shorter_so(
+    tiny_reader: Any,
+) -> None:
+    machine = ("--vram", "16GiB", "--batch", "2")
+    left, split = (outcome_of(*FULL_RUN, mode, *machine).plan for mode in ("gpu", "auto"))
+    assert left.predicted["activations"] > split.predicted["activations"]
+    assert left.paged == split.paged and split.predicted["optimizer_state"] > 0
+    assert split.predicted["total"] <= split.predicted["budget"]
+
+
+def test_a_step_that_waits_for_host_updates_says_what_would_shorten_it(tiny_reader: Any) -> None:
+    notes = " ".join(outcome_of(*FULL_RUN, "cpu", "--vram", "20GiB").notes)
+    step = outcome_of(*FULL_RUN, "auto", "--vram", "20GiB").plan.seconds["step"]
+    assert "--optimizer-mode auto" in notes and f"about {step * 1000:.0f} ms" in notes
+    adapters = outcome_of("large", "--ram", "64GiB", "--vram", "20GiB")
+    assert not any("optimizer-mode" in note for note in adapters.notes)
+
+
+def test_moments_that_host_threads_alone_keep(tiny_reader: Any) -> None:
+    machine = ("--vram", "20GiB", "--moments", "bfloat16")
+    with pytest.raises(OptionError, match="--optimizer-mode gpu keeps fp32 moments"):
+        outcome_of(*FULL_RUN, "gpu", *machine)
+    auto, cpu = (outcome_of(*FULL_RUN, mode, *machine) for mode in ("auto", "cpu"))
+    assert auto.plan.seconds == cpu.plan.seconds and auto.notes == cpu.notes
+    short = ("large", "--full", "--ram", "12GiB", "--vram", "20GiB", "--optimizer-mode")
+    assert "--moments" in " ".join(outcome_of(*short, "cpu").remedies)
+    assert "--moments" not in " ".join(outcome_of(*short, "gpu").remedies)
+
+
+def test_fp32_weights_are_planned_under_autocast_and_said_so(
+    tiny_reader: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype, words in (("float32", "float32 weights under bf16"), ("bfloat16", "bfloat16 wei")):
+        run("small", "--vram", "1GiB", "--ram", "8GiB", "--full", "--dtype", dtype)
+        text = capsys.readouterr().out
+        assert words in text and ("autocast" in text) == (dtype == "float32")
+
+
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_a_drawing(tiny_reader: Any, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib", reason="draws with matplotlib")

@@ -42,6 +42,13 @@ class PlanCommand:
             default="float32",
             help="of the optimizer (float32)",
         )
+        parser.add_argument(
+            "--optimizer-mode",
+            choices=["cpu", "gpu", "hybrid", "auto"],
+            default="cpu",
+            help="optimizer_mode: who updates, host threads alone, the GPU over the link, or as "
+            "measured rates and room say (cpu)",
+        )
         parser.add_argument("--headroom", type=float, default=0.10, help="vram_headroom (0.10)")
         for name in ("param-offload", "activation-offload", "recompute"):
             parser.add_argument(f"--{name}", default="auto", help="auto, true, false or a fraction")

@@ -20,6 +20,7 @@ from ts_core.optim.moments import bytes_per_value
 from ts_core.planning.adapters import add_adapters
 from ts_core.planning.meter import measure_step
 from ts_core.planning.stack import short_stack
+from ts_core.planning.updates import Trained, trained_parts
 from ts_core.registry import models
 from ts_core.schedule import ModelProfile
 from ts_core.schedule.plan import Work
@@ -50,8 +51,10 @@ class Training:
     def in_words(self) -> str:
         """For a headline."""
         what = "all parameters" if self.rank is None else f"adapters of rank {self.rank}"
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"{what}, {kind} weights, {self.batch} x {self.length} tokens"
+        kind = str(self.dtype).removeprefix("torch.") + " weights"
+        if self.dtype is torch.float32:  # products and activations are counted so
+            kind += " under bf16 autocast"
+        return f"{what}, {kind}, {self.batch} x {self.length} tokens"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Described:
         parameters: how many.
         notes: what could not be known.
         staying: trained parameters (fake) whose optimizer state may be on the device.
+        trained: what the optimizer keeps state of.
     """
 
     profile: ModelProfile
@@ -73,6 +77,7 @@ class Described:
     parameters: int
     notes: tuple[str, ...] = ()
     staying: tuple[nn.Parameter, ...] = ()
+    trained: tuple[Trained, ...] = ()
 
 
 def describe(
@@ -117,6 +122,7 @@ def describe(
             config.max_inflight_bytes,
         )
         weights = quantizable_weights(blocks)
+        trained = trained_parts(model, leaves)
         work = _work(model, blocks, training, reader.active_share(model))
         profile = replace(profile, in_host=0, work=work)
         notes: tuple[str, ...] = ()
@@ -128,7 +134,7 @@ def describe(
                 f"activations are unknown, and 30 % of device memory is set aside for them: the "
                 f"model cannot be run without its values ({type(error).__name__})",
             )
-    return Described(profile, weights, total, parameters, notes, stay)
+    return Described(profile, weights, total, parameters, notes, stay, trained)
 
 
 def _with_footprint(

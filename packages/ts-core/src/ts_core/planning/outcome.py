@@ -13,6 +13,7 @@ from ts_core.engine.residence import plan_with_state
 from ts_core.errors import DataError
 from ts_core.planning.estimate import Described, Training, describe
 from ts_core.planning.remedies import Asked, changes_of
+from ts_core.planning.updates import hint, split_updates
 from ts_core.schedule import MachineProfile, Plan
 from ts_core.schedule.plan import human
 from ts_core.schedule.remedies import find_changes, find_sizes, size_words
@@ -71,7 +72,7 @@ def plan_training(
     planner = _Planner(source, trust_remote_code)
     outcome = planner.plan(asked)
     if outcome.fits:
-        return outcome
+        return planner.with_updates(outcome, asked)
     return replace(outcome, remedies=tuple(_remedies(asked, planner)))
 
 
@@ -90,14 +91,7 @@ class _Planner:
     def plan(self, asked: Asked) -> Outcome:
         """The answer without remedies."""
         training, machine = asked.training, asked.machine
-        config = WrapOptions.from_keywords(
-            {
-                "quantize": asked.quantize,
-                "moment_dtype": training.moments,
-                **asked.options,
-                "check_memory": False,
-            }
-        )
+        config = _config(asked)
         if training not in self._known:
             self._known[training] = describe(
                 self._source, training, self._trust_remote_code, config
@@ -133,12 +127,45 @@ class _Planner:
             self._source, training, described, machine, plan, codec, loading, fits, tuple(notes)
         )
 
+    def with_updates(self, outcome: Outcome, asked: Asked) -> Outcome:
+        """The answer with the step of the optimizer mode that was asked for, or a word of it."""
+        if asked.training.moments != "float32":  # which host threads alone keep
+            return outcome
+        config, described = _config(asked), outcome.described
+        profile = stored_estimate(described.profile, described.weights, outcome.codec, config)
+        mode = config.optimizer_mode
+        found = split_updates(
+            outcome.plan,
+            described.trained,
+            profile,
+            asked.machine,
+            plan_options(config),
+            "auto" if mode == "cpu" else mode,
+        )
+        if mode == "cpu":
+            words = hint(outcome.plan, found)
+            return replace(outcome, notes=(*outcome.notes, words)) if words else outcome
+        if found is None:
+            return outcome
+        return replace(outcome, plan=found.plan, notes=(*outcome.notes, found.words))
+
     def fits(self, asked: Asked) -> bool:
         """Whether loading and training fit; not where the model has nothing to adapt."""
         try:
             return self.plan(asked).fits
         except DataError:
             return False
+
+
+def _config(asked: Asked) -> WrapOptions:
+    return WrapOptions.from_keywords(
+        {
+            "quantize": asked.quantize,
+            "moment_dtype": asked.training.moments,
+            **asked.options,
+            "check_memory": False,
+        }
+    )
 
 
 def _with_codec(

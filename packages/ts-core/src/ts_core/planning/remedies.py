@@ -71,7 +71,10 @@ def _of_training(asked: Asked) -> list[Change[Asked]]:
 
 def _of_storage(asked: Asked) -> list[Change[Asked]]:
     found = []
-    for kind in MOMENT_KINDS[MOMENT_KINDS.index(asked.training.moments) + 1 :]:
+    smaller = MOMENT_KINDS[MOMENT_KINDS.index(asked.training.moments) + 1 :]
+    if asked.options.get("optimizer_mode") in ("gpu", "hybrid"):  # fp32 moments only
+        smaller = ()
+    for kind in smaller:
         words = f"keep moments in less memory (--moments {kind})"
         found.append(Change(words, "moments", _training(moments=kind)))
     if asked.quantize != "auto":  # which tries every codec

@@ -19,6 +19,7 @@ _NAMES = {
     "slots": "slots for streamed blocks",
     "fixed": "outside the blocks, norms, adapters",
     "taken_by_others": "taken by other tensors and torch",
+    "optimizer_state": "optimizer state",
     "gradients": "gradients at once",
     "activations": "activations",
     "recordings": "recordings of blocks (cuda_graphs)",

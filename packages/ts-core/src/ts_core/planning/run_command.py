@@ -51,7 +51,15 @@ def outcome_for(args: argparse.Namespace) -> Outcome:
         args.batch, args.seq, rank, dtypes[kind], args.moments, args.dtype is not None
     )
     check_option("vram_headroom", args.headroom, "--headroom")
-    options: dict[str, Any] = {"vram_headroom": args.headroom}
+    if args.optimizer_mode in ("gpu", "hybrid") and args.moments != "float32":
+        raise OptionError(
+            f"--optimizer-mode {args.optimizer_mode} keeps fp32 moments. Use --optimizer-mode cpu "
+            f"with --moments {args.moments}, or leave --moments out."
+        )
+    options: dict[str, Any] = {
+        "vram_headroom": args.headroom,
+        "optimizer_mode": args.optimizer_mode,
+    }
     for name in ("recompute", "activation_offload", "param_offload"):
         if getattr(args, name) != "auto":
             options[name] = _share(name, getattr(args, name))
