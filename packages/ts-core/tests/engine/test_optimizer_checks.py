@@ -154,6 +154,22 @@ def test_a_learning_rate_beside_an_optimizer_with_another_is_refused(kind: Any) 
     wrap(model, kind(trained(model), lr=0.5), lr=0.5, **HOST)
 
 
+# -- options of wrap() that it has, too ------------------------------------------------------------
+
+
+def test_options_that_a_given_optimizer_keeps_as_they_were_are_named() -> None:
+    def events(**options: Any) -> list[str]:
+        model = tiny_model()
+        optimizer = OffloadAdamW(trained(model), mode="gpu", accumulation_steps=4)
+        model, _ = wrap(model, optimizer, **options, **HOST)
+        return [line for line in memory_report(model)["events"] if "keeps its own" in line]
+
+    mode, passes = events(optimizer_mode="cpu", accumulation_steps=1, max_grad_norm=None)
+    assert mode.startswith("optimizer_mode='cpu'") and "mode='gpu'" in mode
+    assert passes.startswith("accumulation_steps=1") and "accumulation_steps=4" in passes
+    assert events() == events(accumulation_steps=2, max_grad_norm=0.5) == []
+
+
 # -- the optimizer that is stepped ----------------------------------------------------------------
 
 

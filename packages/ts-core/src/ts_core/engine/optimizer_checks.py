@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ts_core.engine.placement import left_out
 from ts_core.errors import OptionError
+from ts_core.optim import OffloadAdamW
 from ts_core.schedule.plan import human
 
 _NAMED = 3
+# Options that both have, and what they are called there.
+_OF_BOTH = {
+    "optimizer_mode": "mode",
+    "max_grad_norm": "max_grad_norm",
+    "accumulation_steps": "accumulation_steps",
+}
 
 
 def check_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,6 +70,24 @@ def say_left_out(
         f"optimizer ({named}{more}): they are not trained, cannot stream, and their gradients "
         f"stay in memory. Freeze them (requires_grad_(False)) or give them to the optimizer"
     )
+
+
+def say_kept(
+    optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Name options that were given to wrap() and that an OffloadAdamW has otherwise.
+
+    One that joins a session keeps what it was made with where wrap() is given the default.
+    """
+    if not isinstance(optimizer, OffloadAdamW):
+        return
+    for name, attribute in _OF_BOTH.items():
+        own = getattr(optimizer, attribute)
+        if name in options and options[name] != own:
+            say(
+                f"{name}={options[name]!r}: the OffloadAdamW that was given keeps its own "
+                f"{attribute}={own!r}. Make it with {attribute}={options[name]!r} to change that"
+            )
 
 
 def blocks_left_out(

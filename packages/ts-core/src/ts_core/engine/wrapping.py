@@ -22,7 +22,7 @@ from ts_core.engine.experts import (
     without_experts,
 )
 from ts_core.engine.meta_loading import MetaLoading, meta_tensors
-from ts_core.engine.optimizer_checks import blocks_left_out, check_lr, say_left_out
+from ts_core.engine.optimizer_checks import blocks_left_out, check_lr, say_kept, say_left_out
 from ts_core.engine.patches import apply_patches, patches_asked_for, patches_chosen
 from ts_core.engine.placement import block_leaves, move_resident
 from ts_core.engine.planning import (
@@ -102,10 +102,12 @@ def wrap(
     if config.loader is not None and meta_tensors(model):
         loading = MetaLoading(model, config.loader, optimizer)
     try:
-        return _wrap(model, optimizer, config, patches, loading)
+        wrapped = _wrap(model, optimizer, config, patches, loading)
     finally:
         if loading is not None:
             loading.close()
+    say_kept(optimizer, options, getattr(model, ATTRIBUTE).log)
+    return wrapped
 
 
 def _wrap(
