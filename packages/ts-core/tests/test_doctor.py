@@ -198,7 +198,8 @@ def test_rates_are_shown_when_measured_and_from_then_on(
     part = sections(diagnose(NO_GPU, MACHINE, measure=True).text())["measured"]
     assert re.search(r"host copy +\d+\.\d GB/s", part)
     assert re.search(r"host AdamW +\d+\.\d\d G parameters/s", part)
-    assert "trainstream doctor --measure" in part
+    assert "if other work ran then" in part and "trainstream doctor --measure" in part
+    assert re.search(r"measured \d{4}-\d\d-\d\d \d\d:\d\d, kept in ", part)
     assert sections(diagnose(NO_GPU, MACHINE).text())["measured"] == part
 
 

@@ -69,7 +69,7 @@ def _rates(measure: bool) -> list[str]:
         for line in [
             *profile.summary().splitlines(),
             profile.note,
-            "measured while other work ran? trainstream doctor --measure measures anew",
+            "if other work ran then, these are too low: trainstream doctor --measure measures anew",
         ]
     ]
 

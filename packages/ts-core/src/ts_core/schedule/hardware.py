@@ -9,6 +9,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def _load(path: Path) -> tuple[dict[str, Any], HardwareProfile] | None:
 
 
 def _write(path: Path, identity: dict[str, Any], rates: dict[str, Any]) -> str:
-    note = f"kept in {path}"
+    note = f"measured {datetime.now():%Y-%m-%d %H:%M}, kept in {path}"
     profile = HardwareProfile(**rates, note=note).to_dict()
     text = json.dumps({"identity": identity, "profile": profile}, indent=2)
     try:
