@@ -211,6 +211,20 @@ def test_interleaved_micro_batches() -> None:
     compare(interleaved_body, accumulation_steps=2)
 
 
+@pytest.mark.parametrize("offload", [False, True, 0.5])
+def test_another_backward_over_updated_weights_says_what_to_pass(offload: Any) -> None:
+    def loss_of(**options: Any) -> torch.Tensor:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        model, _ = wrap(model, device="host", param_offload=offload, **options)
+        loss: torch.Tensor = model(torch.randn(3, 8)).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"an inplace operation.*accumulation_steps"):
+        loss_of().backward()
+    loss_of(accumulation_steps=2).backward()
+
+
 @pytest.mark.parametrize("options", [{}, CLIP], ids=["eager", "clipped"])
 def test_a_graph_over_updated_weights_raises_as_in_torch(options: dict[str, Any]) -> None:
     model, optimizer = streamed(**options)

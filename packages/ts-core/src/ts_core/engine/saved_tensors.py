@@ -16,9 +16,13 @@ import torch
 from torch import nn
 
 from ts_core.store.pager import ParamPager
-from ts_core.store.saved_views import SavedView
+from ts_core.store.saved_views import WRITTEN, SavedView
 
 PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_ANOMALY = (
+    "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+    "with torch.autograd.set_detect_anomaly(True)."
+)
 
 
 class SavedTensor(ABC):
@@ -34,10 +38,11 @@ class SavedTensor(ABC):
 class KeptTensor(SavedTensor):
     """A tensor that stays, without its history (which would keep the graph alive in a cycle)."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_of_weight", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = tensor._version
+        self._of_weight = isinstance(tensor._base, nn.Parameter) or isinstance(tensor, nn.Parameter)
         self._tensor = tensor.detach() if tensor.grad_fn is not None else tensor
 
     def tensor(self) -> torch.Tensor:
@@ -46,25 +51,28 @@ class KeptTensor(SavedTensor):
         Raises:
             RuntimeError: it was changed in place since (torch's own message).
         """
-        check_version(self._tensor, self._version, tuple(self._tensor.shape))
+        shape = tuple(self._tensor.shape)
+        check_version(self._tensor, self._version, shape, WRITTEN if self._of_weight else _ANOMALY)
         return self._tensor
 
 
-def check_version(counter: torch.Tensor, expected: int, shape: tuple[int, ...]) -> None:
+def check_version(
+    counter: torch.Tensor, expected: int, shape: tuple[int, ...], hint: str = _ANOMALY
+) -> None:
     """Raise torch's error when a saved tensor was changed in place.
 
     Args:
         counter: the tensor, or one that shares its version counter.
         expected: its version when it was saved.
         shape: of the saved tensor, for the message.
+        hint: the end of the message.
     """
     now = counter._version
     if now != expected:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: [{counter.type()} {list(shape)}] is at version {now}; expected "
-            f"version {expected} instead. Hint: enable anomaly detection to find the operation "
-            f"that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            f"version {expected} instead. {hint}"
         )
 
 

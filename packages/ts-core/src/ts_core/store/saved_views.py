@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from ts_core.store.images import BlockImage
     from ts_core.store.pager import ParamPager
 
+# After torch's words for a weight that was written between its forward and its backward.
+WRITTEN = (
+    "Finish the backward before the weight is updated or written. By default the optimizer updates "
+    "it during the backward: for several backward passes in a step (retain_graph=True, say), pass "
+    "accumulation_steps=<backward passes per step> to wrap()."
+)
+
 
 @dataclass(frozen=True)
 class SavedView:
@@ -45,7 +52,7 @@ class SavedView:
                 f"one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {self.leaf.name} of block {self.image.index} (streamed) is "
                 f"at version {self.leaf.version()}; expected version {self.version} instead. "
-                f"Finish the backward before the weight is updated or written."
+                f"{WRITTEN}"
             )
         slot = self.pager.require(self.image)
         empty = torch.empty(0, dtype=self.dtype, device=slot.buffer.device)

@@ -23,6 +23,7 @@ from ts_core.engine.saved_tensors import saved_tensor_hooks
 from ts_core.errors import StateError
 from ts_core.schedule.plan import RECOMPUTE
 from ts_core.store.pager import ParamPager
+from ts_core.store.saved_views import WRITTEN
 
 
 class Call:
@@ -128,8 +129,7 @@ class Call:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: a weight of shape {tuple(param.shape)} is at version "
-                    f"{now}; expected version {expected} instead. Finish the backward "
-                    f"before the weight is updated or written."
+                    f"{now}; expected version {expected} instead. {WRITTEN}"
                 )
 
     @contextlib.contextmanager
