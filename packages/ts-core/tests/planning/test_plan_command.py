@@ -249,13 +249,27 @@ def test_state_on_the_device_costs_neither_host_threads_nor_the_link(tiny_reader
 FULL_RUN = ("large", "--full", "--ram", "64GiB", "--batch", "8", "--optimizer-mode")
 
 
-def test_with_room_for_all_state_a_step_waits_for_neither_link_nor_host(tiny_reader: Any) -> None:
-    outcome = outcome_of(*FULL_RUN, "auto", "--vram", "80GiB")
+@pytest.mark.parametrize("mode", ["cpu", "gpu", "auto"])
+def test_state_that_fits_the_device_goes_there(tiny_reader: Any, mode: str) -> None:
+    """A step waits for neither link nor host then; `offload="auto"` does it in every mode."""
+    outcome = outcome_of(*FULL_RUN, mode, "--vram", "80GiB")
     plan, seconds = outcome.plan, outcome.plan.seconds
-    assert plan.predicted["optimizer_state"] == 8 * outcome.described.parameters
+    model = outcome.described
+    assert plan.predicted["optimizer_state"] >= 12 * model.parameters  # with gradients
     assert [seconds[name] for name in ("to_device", "to_host", "updates")] == [0, 0, 0]
     assert seconds["step"] == seconds["forward"] + seconds["backward"] > 0
-    assert "100% of the state in device memory" in outcome.notes[-1]
+    assert "offload='auto'" in outcome.notes[-1]
+    least = plan.predicted["total"] / 0.9 + (2 << 20)
+    tight = [outcome_of(*FULL_RUN, mode, "--vram", str(int(least * k))).notes for k in (1, 0.97)]
+    assert ["offload='auto'" in notes[-1] for notes in tight] == [True, False]
+
+
+def test_all_state_may_be_on_the_device_without_room_for_gradients(tiny_reader: Any) -> None:
+    options = {"offload": True, "optimizer_mode": "auto"}  # which moves nothing by itself
+    machine = MachineProfile(80 * GIB, 64 * GIB, rates=TYPICAL_GPU)
+    plan = plan_training("large", FULL, machine, "none", options).plan
+    assert plan.predicted["optimizer_state"] == 8 * describe("large", FULL).parameters
+    assert plan.seconds["updates"] == plan.seconds["to_host"] == 0
 
 
 def test_the_step_follows_the_optimizer_mode_and_the_room(tiny_reader: Any) -> None:

@@ -13,7 +13,7 @@ from ts_core.engine.residence import plan_with_state
 from ts_core.errors import DataError
 from ts_core.planning.estimate import Described, Training, describe
 from ts_core.planning.remedies import Asked, changes_of
-from ts_core.planning.updates import hint, split_updates
+from ts_core.planning.updates import all_on_device, hint, split_updates
 from ts_core.schedule import MachineProfile, Plan
 from ts_core.schedule.plan import human
 from ts_core.schedule.remedies import find_changes, find_sizes, size_words
@@ -134,17 +134,14 @@ class _Planner:
         config, described = _config(asked), outcome.described
         profile = stored_estimate(described.profile, described.weights, outcome.codec, config)
         mode = config.optimizer_mode
-        found = split_updates(
-            outcome.plan,
-            described.trained,
-            profile,
-            asked.machine,
-            plan_options(config),
-            "auto" if mode == "cpu" else mode,
-        )
-        if mode == "cpu":
-            words = hint(outcome.plan, found)
-            return replace(outcome, notes=(*outcome.notes, words)) if words else outcome
+        known = (outcome.plan, described.trained, profile, asked.machine)
+        found = all_on_device(*known) if config.offload == "auto" else None
+        if found is None:
+            split_as = "auto" if mode == "cpu" else mode
+            found = split_updates(*known, plan_options(config), split_as)
+            if mode == "cpu":
+                words = hint(outcome.plan, found)
+                return replace(outcome, notes=(*outcome.notes, words)) if words else outcome
         if found is None:
             return outcome
         return replace(outcome, plan=found.plan, notes=(*outcome.notes, found.words))

@@ -16,6 +16,7 @@ from ts_core.optim.pieces import Bytes, Piece
 from ts_core.optim.rates import Rates
 from ts_core.optim.split import Split, in_words, link_share, split, timed
 from ts_core.schedule import MachineProfile, ModelProfile, Plan, PlanOptions
+from ts_core.schedule.plan import human
 from ts_core.schedule.planner import evaluate
 from ts_core.schedule.rates import HardwareProfile
 from ts_core.schedule.step_time import step_seconds
@@ -36,12 +37,20 @@ class Trained:
         value_bytes: of one value.
         block: that it streams with, where it is a matrix of one; None for what stays.
         first: it is what forward reads first, so that its gradient comes last.
+        small: they are many small ones, whose gradients are gathered.
     """
 
     values: int
     value_bytes: int
     block: int | None = None
     first: bool = False
+    small: bool = False
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of state and gradients that stay, as `device_bytes_needed` has it."""
+        master = 4 if self.value_bytes < 4 else 0
+        return self.values * (8 + self.value_bytes + master + (4 if self.small else 0))
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def trained_parts(model: nn.Module, leaves: Sequence[Sequence[Leaf]]) -> tuple[T
         else:
             found.append(Trained(param.numel(), size, block, first and block is None))
         first = False
-    return (*found, *(Trained(values, size) for size, values in small.items()))
+    return (*found, *(Trained(values, size, small=True) for size, values in small.items()))
 
 
 def split_updates(
@@ -121,6 +130,38 @@ def split_updates(
         _timed(each, trained, machine.rates, alone.block_flops, mode) for each in plans if each.fits
     ]
     return min(found, key=lambda each: each.plan.seconds["step"], default=None)
+
+
+def all_on_device(
+    plan: Plan, trained: Sequence[Trained], profile: ModelProfile, machine: MachineProfile
+) -> Updates | None:
+    """The plan once `offload="auto"` has moved all state to the device (a pure function).
+
+    That happens after two updates, when no block streams (or nothing of them is trained), and there
+    is room for all of it beside the peak of a step.
+
+    Args:
+        plan, trained, profile, machine: as for `split_updates`.
+
+    Returns:
+        None where it does not happen, or no state is on the host.
+    """
+    streams = plan.paged and any(profile.trained_pageable)
+    if not plan.host.get("optimizer_and_gradients") or profile.work is None or streams:
+        return None
+    needed = sum(part.resident_bytes for part in trained)
+    if machine.device_bytes is None or needed > _room(plan):
+        return None
+    alone = replace(profile.work, updates=0, gradient_bytes=0, updated_bytes=0)
+    without = replace(profile, work=alone)
+    seconds = step_seconds(without, machine, plan.paged, plan.slot_count, plan.activations)
+    total = plan.predicted["total"] + needed
+    predicted = {**plan.predicted, "optimizer_state": needed, "total": total}
+    words = (
+        f"offload='auto': after two updates all optimizer state ({human(needed)} with gradients) "
+        f"moves to the device, which has room for it"
+    )
+    return Updates(replace(plan, seconds=seconds, predicted=predicted), words)
 
 
 def hint(plan: Plan, updates: Updates | None) -> str:
