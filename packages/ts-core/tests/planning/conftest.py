@@ -13,7 +13,7 @@ from ts_core.planning import estimate
 from ts_core.registry import models
 from ts_core.testing import TinyModel
 
-SHAPES = {"small": (6, 64), "large": (12, 4096)}
+SHAPES = {"small": (6, 64), "large": (12, 4096), "wordy": (4, 1024, 40_000)}
 
 
 class TinyReader:
@@ -24,10 +24,10 @@ class TinyReader:
     def build(self, source: str, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
         if source not in (*SHAPES, "branches"):
             raise DataError(f"there is no model {source}.")
-        depth, width = SHAPES.get(source, (4, 64))
+        shape = SHAPES.get(source, (4, 64))
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
-        model = TinyModel(depth, width)
+        model = TinyModel(*shape)
         torch.set_default_dtype(before)
         if source == "branches":
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from ts_core.engine.placement import block_leaves, model_profile
 from ts_core.errors import DataError, OptionError, UnknownPluginError
-from ts_core.planning import command
+from ts_core.optim import hybrid
+from ts_core.planning import command, updates
 from ts_core.planning.adapters import add_adapters
 from ts_core.planning.estimate import Training, describe
 from ts_core.planning.outcome import Outcome, plan_training
@@ -285,6 +286,12 @@ def test_the_step_follows_the_optimizer_mode_and_the_room(tiny_reader: Any) -> N
         assert steps["auto", vram] < min(steps["cpu", vram], steps["gpu", vram])
     assert steps["cpu", "20GiB"] == pytest.approx(steps["cpu", "16GiB"])  # of host threads
     assert steps["auto", "20GiB"] < steps["auto", "16GiB"] < steps["auto", "12GiB"]
+
+
+def test_the_plan_shares_what_a_run_would_share(tiny_reader: Any) -> None:
+    assert updates._LARGE == hybrid._LARGE
+    asked = ["wordy", "--full", "--ram", "64GiB", "--seq", "64", "--optimizer-mode", "auto"]
+    assert "by both together" in outcome_of(*asked, "--vram", "900MiB").notes[-1]
 
 
 def test_activations_leave_their_room_to_state_where_the_step_is_shorter_so(

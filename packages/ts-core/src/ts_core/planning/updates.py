@@ -22,7 +22,8 @@ from ts_core.schedule.rates import HardwareProfile
 from ts_core.schedule.step_time import step_seconds
 from ts_core.store import Leaf
 
-# Values from which a parameter whose gradient comes last is shared by link and host threads.
+# Values from which a parameter whose gradient comes last is shared by link and host threads; as in
+# `ts_core.optim.hybrid`.
 _LARGE = 32 << 20
 # Host updates that take less than this share of a step more than all else are not worth a word.
 _WORTH_SAYING = 1.1
