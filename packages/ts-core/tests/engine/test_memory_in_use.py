@@ -189,8 +189,8 @@ def test_beside_another_model_on_the_gpu() -> None:
 def test_recordings_find_the_room_that_was_left_for_them() -> None:
     """12 blocks of 45 MiB in 800 MiB, that save about 26 MiB each, replayed.
 
-    With more headroom than usual: torch takes memory for tensors of 1 to 10 MiB by 20 MiB, which is a
-    quarter of a tenth of a device of this size.
+    With more headroom than usual: torch takes memory for tensors of 1 to 10 MiB by 20 MiB, which is
+    a quarter of a tenth of a device of this size.
     """
     gc.collect()
     torch.cuda.empty_cache()
