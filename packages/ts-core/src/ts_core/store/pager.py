@@ -18,6 +18,7 @@ import torch
 
 from ts_core.device.base import Event
 from ts_core.errors import StateError
+from ts_core.interrupts import held_back
 from ts_core.store.homes import DeferredLoad, TrainedHome
 from ts_core.store.images import BlockImage
 from ts_core.store.load_waits import LoadWaits
@@ -58,7 +59,6 @@ class ParamPager:
         slot_bytes = max((image.size_bytes for image in images), default=0)
         slot_count = min(slot_count, len(images))
         self.ring = SlotRing(copies.device, slot_bytes, slot_count)
-        self._slot_of: dict[int, Slot] = {}
         self._owner: dict[int, BlockImage] = {}
         self._bound: set[int] = set()
         self._uses: set[int] = set()
@@ -179,7 +179,7 @@ class ParamPager:
 
         Called with `lock` held, before the image is written.
         """
-        slot = self._slot_of.get(image.index)
+        slot = self._slot_of(image)
         if slot is not None and isinstance(slot.ready, DeferredLoad) and slot.ready.waiting():
             self._forget_slot(image)
         loading = image.loading
@@ -285,8 +285,9 @@ class ParamPager:
     def _make_ready(self, image: BlockImage, keep: set[int]) -> None:
         slot = self._ready_slot(image, keep)
         if image.index not in self._bound:
-            image.bind(slot.index, slot.buffer)
-            self._bound.add(image.index)
+            with held_back:
+                image.bind(slot.index, slot.buffer)
+                self._bound.add(image.index)
 
     def _count_use(self, image: BlockImage, direction: int) -> None:
         if direction > 0 and image.homes and torch.is_grad_enabled():
@@ -295,7 +296,7 @@ class ParamPager:
 
     def _assign(self, image: BlockImage, keep: set[int]) -> Slot:
         """The slot that holds the image, or that a copy of it is on its way to."""
-        slot = self._slot_of.get(image.index)
+        slot = self._slot_of(image)
         if slot is None:
             self.stats.demand_loads += 1
             slot = self._load(image, keep | {image.index})
@@ -321,21 +322,21 @@ class ParamPager:
         return slot
 
     def _load(self, image: BlockImage, keep: set[int]) -> Slot | None:
-        present = self._slot_of.get(image.index)
+        present = self._slot_of(image)
         if present is not None:
             return present
         slot = self._free_slot(keep, image)
         if slot is None:
             return None
-        self._evict(slot)
-        behind = self.copies.record_compute()
-        slot.ready = image.loading = self._copy(image, slot.buffer[: image.size_bytes], behind)
-        image.stale = False
-        slot.waited = False
-        self._clock += 1
-        slot.last_use = self._clock
-        self._slot_of[image.index] = slot
-        self._owner[slot.index] = image
+        with held_back:  # no copy is on its way to a slot that is nobody's
+            self._evict(slot)
+            behind = self.copies.record_compute()
+            slot.ready = image.loading = self._copy(image, slot.buffer[: image.size_bytes], behind)
+            image.stale = False
+            slot.waited = False
+            self._clock += 1
+            slot.last_use = self._clock
+            self._owner[slot.index] = image
         self.stats.loads += 1
         self.stats.load_bytes += image.size_bytes
         return slot
@@ -380,19 +381,25 @@ class ParamPager:
 
     def _drop(self, image: BlockImage) -> None:
         """Bind to the host image and forget the slot's copy."""
-        self._unbind(image)
-        self._forget_slot(image)
-        image.stale = False
+        with held_back:
+            self._unbind(image)
+            self._forget_slot(image)
+            image.stale = False
 
     def _unbind(self, image: BlockImage) -> None:
-        wrote = image.take_writes()
-        image.bind_host()
-        self._bound.discard(image.index)
-        if wrote:
-            self._forget_slot(image)
+        with held_back:
+            wrote = image.take_writes()
+            image.bind_host()
+            self._bound.discard(image.index)
+            if wrote:
+                self._forget_slot(image)
 
     def _forget_slot(self, image: BlockImage) -> None:
-        slot = self._slot_of.pop(image.index, None)
+        slot = self._slot_of(image)
         if slot is not None:
-            slot.stop_filling()
-            del self._owner[slot.index]
+            with held_back:
+                slot.stop_filling()
+                del self._owner[slot.index]
+
+    def _slot_of(self, image: BlockImage) -> Slot | None:
+        return next((s for s in self.ring.slots if self._owner.get(s.index) is image), None)
