@@ -338,3 +338,39 @@ def test_forked_child_is_refused() -> None:
         model(torch.randn(2, WIDTH))
     slots._process -= 1
     assert_works(model)
+
+
+def test_a_load_that_is_interrupted_leaves_the_slot_behind_its_last_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    from ts_core.device import HostDevice
+    from ts_core.engine.streamed_slots import BlockSlots
+    from ts_core.transfer import CopyEngine
+
+    def state() -> Any:
+        image = SimpleNamespace(
+            bind=lambda *_: None, bind_host=lambda: None, buffer_h=torch.zeros(8, dtype=torch.uint8)
+        )
+        return SimpleNamespace(image=image, size_bytes=8)
+
+    copies = CopyEngine(HostDevice())
+    slots = BlockSlots([state(), state()], copies, 1, None)
+    slots.enter(0, 1)
+    slots.leave(0)
+    (last_read,) = slots._done.values()
+    waited: list[Any] = []
+    h2d = copies.h2d
+
+    def interrupted(dst_d: torch.Tensor, src_h: torch.Tensor, after: Any = None) -> Any:
+        waited.append(after)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+        return h2d(dst_d, src_h, after=after)
+
+    monkeypatch.setattr(copies, "h2d", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        slots.enter(1, 1)
+    slots.enter(1, 1)
+    assert waited == [last_read, last_read] and not slots._done

@@ -158,11 +158,12 @@ class BlockSlots:
         slot = self._free_slot(keep)
         state = self.states[index]
         size = state.size_bytes
-        after = self._done.pop(slot.index, None)
+        after = self._done.get(slot.index)
         slot.ready = self.copies.h2d(slot.buffer[:size], state.image.buffer_h, after=after)
         slot.waited = False
         self._touch(slot)
         self._slot_of[index] = slot
+        self._done.pop(slot.index, None)  # (Ctrl-C before this line leaves it to the next load)
         self.loads += 1
         self.load_bytes += size
         self.peak_resident = max(self.peak_resident, len(self._slot_of))
