@@ -84,34 +84,66 @@ AdamWScalars scalars(bool from_m) {
           correction, 1.0f / correction, 1e-8f,                 1e-2f};
 }
 
+// Moment 0 (exp_avg) or 1 in fp32, bf16 or 8 bits (0, 1, 2), which needs no more room than fp32.
+std::vector<std::uint8_t> stored(const KernelTable& table, int moments, int which,
+                                 const std::vector<float>& from, std::vector<float>& scales) {
+  std::vector<std::uint8_t> to(4 * from.size());
+  scales.resize((from.size() + kMomentBlock - 1) / kMomentBlock);
+  if (moments == 0) {
+    std::memcpy(to.data(), from.data(), to.size());
+  } else {
+    table.moments[moments - 1].encode[which](from.data(), to.data(), scales.data(), from.size(), 7,
+                                             11);
+  }
+  return to;
+}
+
+std::vector<float> floats(const std::vector<std::uint8_t>& bytes) {
+  std::vector<float> values(bytes.size() / 4);
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
 void compare_updates(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
-  for (int variant = 0; variant < 72; ++variant) {
+  for (int variant = 0; variant < 108; ++variant) {
     const int p = variant % 3;
     const int g = variant / 3 % 3;
     const bool master = variant / 9 % 2 != 0;
-    const bool roots = variant / 18 % 2 != 0;
-    const AdamWScalars s = scalars(variant / 36 != 0);
-    std::vector<float> param[2], avg[2], sq[2], wide[2];
+    const int moments = variant / 18 % 3;
+    const AdamWScalars s = scalars(variant / 54 != 0);
+    const std::uint64_t key = 91 * static_cast<std::uint64_t>(variant) + 3;
+    std::vector<float> param[2], wide[2], scales[2], scales_sq[2];
+    std::vector<std::uint8_t> avg[2], sq[2];
     std::vector<std::uint16_t> half[2];
     std::vector<float> grad = numbers(n, raw);
     std::vector<std::uint16_t> half_grad = random_bits<std::uint16_t>(n);
     param[0] = param[1] = numbers(n, raw);
     half[0] = half[1] = random_bits<std::uint16_t>(n);
-    avg[0] = avg[1] = numbers(n, raw);
-    sq[0] = sq[1] = numbers(n, raw, true);
+    avg[0] = avg[1] = stored(scalar, moments, 0, numbers(n, raw), scales[0]);
+    sq[0] = sq[1] = stored(scalar, moments, 1, numbers(n, raw, true), scales_sq[0]);
+    scales[1] = scales[0];
+    scales_sq[1] = scales_sq[0];
     wide[0] = wide[1] = numbers(n, raw);
     for (int side = 0; side < 2; ++side) {
       void* parameters = p == 0 ? static_cast<void*>(param[side].data()) : half[side].data();
       const void* gradients = g == 0 ? static_cast<const void*>(grad.data()) : half_grad.data();
       float* masters = master ? wide[side].data() : nullptr;
       const KernelTable& table = side == 0 ? neon : scalar;
-      table.adamw[p][g][master][roots](
-          s, {parameters, gradients, avg[side].data(), sq[side].data(), masters, n});
+      table.adamw[moments][p][g][master](
+          s, {parameters, gradients, avg[side].data(), sq[side].data(), scales[side].data(),
+              scales_sq[side].data(), masters, n, key, key / 3});
     }
     compare("parameters", param[0], param[1]);
     compare("16-bit parameters", half[0], half[1], p == 1 ? 0x7f80 : 0x7c00);
-    compare("exp_avg", avg[0], avg[1]);
-    compare("exp_avg_sq", sq[0], sq[1]);
+    if (moments == 0) {  // a NaN's payload is not compared
+      compare("exp_avg", floats(avg[0]), floats(avg[1]));
+      compare("exp_avg_sq", floats(sq[0]), floats(sq[1]));
+    } else {
+      compare("exp_avg", avg[0], avg[1]);
+      compare("exp_avg_sq", sq[0], sq[1]);
+    }
+    compare("scales", scales[0], scales[1]);
+    compare("scales", scales_sq[0], scales_sq[1]);
     compare("master", wide[0], wide[1]);
   }
 }
@@ -121,7 +153,6 @@ void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::si
     const int type = variant % 2;
     const int which = variant / 2 % 2;
     const std::uint64_t key = 77 * static_cast<std::uint64_t>(variant) + 5;
-    const bool roots = type == 1 && which == 1 && variant % 8 < 4;
     const std::vector<float> from = numbers(n, raw, which == 1);
     std::vector<std::uint8_t> codes[2];
     std::vector<float> scales[2], decoded[2];
@@ -130,8 +161,7 @@ void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::si
       codes[side].resize(2 * n);
       scales[side].resize((n + kMomentBlock - 1) / kMomentBlock);
       decoded[side].resize(n);
-      const EncodeMoments encode = roots ? kernels.encode_roots : kernels.encode[which];
-      encode(from.data(), codes[side].data(), scales[side].data(), n, key, key / 3);
+      kernels.encode[which](from.data(), codes[side].data(), scales[side].data(), n, key, key / 3);
       kernels.decode[which](codes[side].data(), scales[side].data(), decoded[side].data(), n);
     }
     compare("codes", codes[0], codes[1]);

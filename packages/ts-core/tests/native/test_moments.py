@@ -259,6 +259,45 @@ def test_random_bits_differ_by_seed_step_element_and_moment(moments: str) -> Non
         assert torch.corrcoef(pair)[0, 1].abs() < 5 / (64 * BLOCK) ** 0.5
 
 
+@pytest.mark.parametrize("moments", TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("special", [None, float("nan"), float("inf"), 3e38, 1e19])
+def test_an_update_is_that_of_fp32_between_reading_and_rounding(
+    each_level: str, moments: str, dtype: torch.dtype, special: float | None
+) -> None:
+    for n in SIZES:
+        state = a_state(moments, n, dtype)
+        for step in (1, 2, 3):
+            state.grad = spread(n, seed=step).to(dtype)
+            if special is not None:
+                state.grad[step::7] = special
+            before = state.clone()
+            state.update(step, seed=9, grad_scale=0.5, base=3 * BLOCK)
+            avg, avg_sq = before.exp_avg.numbers(), before.exp_avg_sq.numbers()
+            _native.adamw_step(
+                before.param.data_ptr(),
+                str(dtype).removeprefix("torch."),
+                before.grad.data_ptr(),
+                str(dtype).removeprefix("torch."),
+                avg.data_ptr(),
+                avg_sq.data_ptr(),
+                0 if before.master is None else before.master.data_ptr(),
+                n,
+                step=step,
+                grad_scale=0.5,
+                **HYPER,
+            )
+            for stored, numbers in ((before.exp_avg, avg), (before.exp_avg_sq, avg_sq)):
+                stored.set(numbers, seed=9, step=step, base=3 * BLOCK)
+            assert state.exp_avg.same_bits(before.exp_avg)
+            assert state.exp_avg_sq.same_bits(before.exp_avg_sq)
+            torch.testing.assert_close(state.param, before.param, rtol=0, atol=0, equal_nan=True)
+            if state.master is not None:
+                torch.testing.assert_close(
+                    state.master, before.master, rtol=0, atol=0, equal_nan=True
+                )
+
+
 # --- the same bits everywhere --------------------------------------------------------------------
 
 

@@ -16,14 +16,11 @@ namespace {
 // is worth waking a thread for.
 constexpr std::size_t kLargestChunk = 1 << 16;
 constexpr std::size_t kSmallestChunk = 1 << 14;
-// Moments that are not fp32 pass through fp32 buffers of this many elements, which stay in the
-// first-level cache.
-constexpr std::size_t kStageElements = 4 * kMomentBlock;
 
-// Elements per chunk: about four chunks per thread, in whole stages.
+// Elements per chunk: about four chunks per thread, in whole blocks.
 std::size_t chunk_elements(std::size_t count, int threads) {
   const std::size_t wanted = count / (4 * static_cast<std::size_t>(threads));
-  const std::size_t whole = (wanted + kStageElements - 1) / kStageElements * kStageElements;
+  const std::size_t whole = (wanted + kMomentBlock - 1) / kMomentBlock * kMomentBlock;
   return std::clamp(whole, kSmallestChunk, kLargestChunk);
 }
 
@@ -53,39 +50,21 @@ AdamWScalars scalars(const AdamWOptions& options) {
   return s;
 }
 
-AdamWRange range_of(const AdamWTensors& t, std::size_t first, std::size_t count, float* exp_avg,
-                    float* exp_avg_sq) {
+// `count` elements from `first` on, which begins a block.
+AdamWRange range_of(const AdamWTensors& t, std::size_t first, std::size_t count) {
+  const std::size_t block = first / kMomentBlock;
+  const StoredMoment exp_avg = advanced(t.exp_avg, block);
+  const StoredMoment exp_avg_sq = advanced(t.exp_avg_sq, block);
   return {static_cast<char*>(t.param) + first * element_bytes(t.param_dtype),
           static_cast<const char*>(t.grad) + first * element_bytes(t.grad_dtype),
-          exp_avg,
-          exp_avg_sq,
+          exp_avg.values,
+          exp_avg_sq.values,
+          exp_avg.scales,
+          exp_avg_sq.scales,
           t.master != nullptr ? t.master + first : nullptr,
-          count};
-}
-
-// The same update with moments that are expanded before and rounded after it: the parameter sees
-// the new moments in fp32.
-void update_staged(AdamWKernel kernel, const AdamWScalars& s, const AdamWTensors& t,
-                   std::size_t first, std::size_t count, std::uint64_t key,
-                   std::uint64_t first_block) {
-  alignas(64) float exp_avg[kStageElements];
-  alignas(64) float exp_avg_sq[kStageElements];
-  for (std::size_t done = 0; done < count; done += kStageElements) {
-    const std::size_t at = first + done;
-    const std::size_t now = std::min(kStageElements, count - done);
-    const std::size_t block = at / kMomentBlock;
-    const StoredMoment m = advanced(t.exp_avg, block);
-    const StoredMoment v = advanced(t.exp_avg_sq, block);
-    decode(m, exp_avg, now);
-    decode(v, exp_avg_sq, now);
-    kernel(s, range_of(t, at, now, exp_avg, exp_avg_sq));
-    encode(exp_avg, m, now, key, first_block + block);
-    if (stores_roots(v.type)) {
-      encode_roots(exp_avg_sq, v, now, key, first_block + block);
-    } else {
-      encode(exp_avg_sq, v, now, key, first_block + block);
-    }
-  }
+          count,
+          0,
+          block};
 }
 
 }  // namespace
@@ -106,12 +85,11 @@ void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Roundi
                 int threads) {
   if (t.count == 0) return;
   const AdamWScalars s = scalars(options);
-  const AdamWKernel kernel = kernels().adamw[static_cast<int>(t.param_dtype)]
+  const AdamWKernel kernel = kernels().adamw[static_cast<int>(t.exp_avg.type) + 1]
+                                            [static_cast<int>(t.param_dtype)]
                                             [static_cast<int>(t.grad_dtype)]
-                                            [t.master != nullptr ? 1 : 0]
-                                            [stores_roots(t.exp_avg_sq.type) ? 1 : 0];
+                                            [t.master != nullptr ? 1 : 0];
   const std::uint64_t key = random_key(rounding.seed, static_cast<std::uint64_t>(options.step));
-  const bool staged = t.exp_avg.type != MomentType::float32;
   const int used_threads = effective_threads(threads);
   const std::size_t step = chunk_elements(t.count, used_threads);
   const std::size_t chunks = (t.count + step - 1) / step;
@@ -123,12 +101,10 @@ void adamw_step(const AdamWTensors& t, const AdamWOptions& options, const Roundi
     const DefaultFloatMode float_mode;
     const std::size_t first = chunk * step;
     const std::size_t count = std::min(step, t.count - first);
-    if (staged) {
-      update_staged(kernel, s, t, first, count, key, rounding.block);
-    } else {
-      kernel(s, range_of(t, first, count, static_cast<float*>(t.exp_avg.values) + first,
-                         static_cast<float*>(t.exp_avg_sq.values) + first));
-    }
+    AdamWRange range = range_of(t, first, count);
+    range.key = key;
+    range.block += rounding.block;
+    kernel(s, range);
   });
 }
 

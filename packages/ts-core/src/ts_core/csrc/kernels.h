@@ -32,17 +32,23 @@ struct AdamWScalars {
 struct AdamWRange {
   void* param;         // param_dtype
   const void* grad;    // grad_dtype
-  float* exp_avg;
-  float* exp_avg_sq;   // a kernel with `roots` leaves its square root here
+  void* exp_avg;       // of the moments' type, as are its squares
+  void* exp_avg_sq;
+  float* exp_avg_scales;     // 8 bits only: one a block
+  float* exp_avg_sq_scales;
   float* master;       // fp32, or null
   std::size_t count;
+  // Of moments that are not fp32: the first element is the first of a block, and these pick the
+  // random bits.
+  std::uint64_t key;
+  std::uint64_t block;
 };
 
 using AdamWKernel = void (*)(const AdamWScalars&, const AdamWRange&);
 
 // Values per scale of 8-bit moments, and the unit of the random bits' counter for all moments.
 constexpr int kMomentBlock = 256;
-// Least exponents of the 8-bit scales (see moments_impl.h).
+// Least exponents of the 8-bit scales (see int8_impl.h).
 constexpr int kExpAvgLeastExponent = -116;
 constexpr int kExpAvgSqLeastExponent = -56;
 
@@ -54,7 +60,6 @@ using EncodeMoments = void (*)(const float* from, void* stored, float* scales, s
 struct MomentKernels {  // [0] exp_avg, [1] exp_avg_sq
   DecodeMoments decode[2];
   EncodeMoments encode[2];
-  EncodeMoments encode_roots;  // exp_avg_sq from square roots; null where those are not stored
 };
 
 constexpr int kSquareLanes = 16;
@@ -70,7 +75,8 @@ using RewriteKernel = void (*)(void* bytes, std::size_t count, std::uint8_t flip
 using ReadKernel = std::uint32_t (*)(const void* bytes, std::size_t count);
 
 struct KernelTable {
-  AdamWKernel adamw[3][3][2][2];  // [param dtype][grad dtype][has master][roots]
+  // [fp32, bf16 or 8-bit moments][param dtype][grad dtype][has master]
+  AdamWKernel adamw[3][3][3][2];
   GradStatsKernel grad_stats[3];
   MomentKernels moments[2];  // bfloat16, int8
   RewriteKernel rewrite;

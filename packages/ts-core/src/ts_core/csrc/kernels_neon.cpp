@@ -10,6 +10,8 @@ namespace {
 #include "simd_scalar.h"
 #include "simd_neon.h"
 #include "moments_impl.h"
+#include "int8_impl.h"
+#include "adamw_impl.h"
 #include "kernels_impl.h"
 }  // namespace
 

@@ -7,6 +7,8 @@ namespace {
 #include "convert.h"
 #include "simd_scalar.h"
 #include "moments_impl.h"
+#include "int8_impl.h"
+#include "adamw_impl.h"
 #include "kernels_impl.h"
 }  // namespace
 

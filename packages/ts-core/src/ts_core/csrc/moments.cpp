@@ -57,11 +57,6 @@ void encode(const float* from, const StoredMoment& moment, std::size_t count, st
                                                             count, key, block);
 }
 
-void encode_roots(const float* from, const StoredMoment& moment, std::size_t count,
-                  std::uint64_t key, std::uint64_t block) {
-  kernels_of(moment).encode_roots(from, moment.values, moment.scales, count, key, block);
-}
-
 void moments_to_float32(const StoredMoment& moment, float* to, std::size_t count, int threads) {
   const std::size_t chunks = (count + kChunkElements - 1) / kChunkElements;
   parallel_for(chunks, effective_threads(threads), [&](std::size_t chunk) {

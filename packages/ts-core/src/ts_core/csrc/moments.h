@@ -29,9 +29,6 @@ inline std::size_t moment_blocks(std::size_t count) {
   return (count + kMomentBlock - 1) / kMomentBlock;
 }
 
-// Whether exp_avg_sq is stored as its square root.
-inline bool stores_roots(MomentType type) { return type == MomentType::int8; }
-
 // Bytes of the scales of `count` values; none but for 8 bits.
 inline std::size_t scale_bytes(MomentType type, std::size_t count) {
   return type == MomentType::int8 ? moment_blocks(count) * sizeof(float) : 0;
@@ -56,9 +53,6 @@ StoredMoment advanced(const StoredMoment& moment, std::size_t block);
 void decode(const StoredMoment& moment, float* to, std::size_t count);
 void encode(const float* from, const StoredMoment& moment, std::size_t count, std::uint64_t key,
             std::uint64_t block);
-// `encode` for an exp_avg_sq of which `from` holds the square roots.
-void encode_roots(const float* from, const StoredMoment& moment, std::size_t count,
-                  std::uint64_t key, std::uint64_t block);
 
 // To and from fp32 memory for whole tensors, on several threads. Storing what was loaded gives the
 // same bytes.
