@@ -1,9 +1,9 @@
 // The update, written once against a vector type `V` (see kernels_impl.h): with moments in fp32, in
 // bf16, and in 8 bits.
 //
-// Moments that are not fp32 are expanded, updated and rounded in one pass over each block, so that
-// the divider, which bounds a core, works while the others' bits are made. The parameter sees the
-// new moments in fp32.
+// Moments that are not fp32 are expanded, updated and rounded a block at a time, which stays in the
+// first-level cache. The loop with a square root and a division in it does little else, so that
+// a core has many of them under way at once. The parameter sees the new moments in fp32.
 //
 // Included inside each kernels_*.cpp file's anonymous namespace (see kernels.h for the reason).
 
@@ -116,24 +116,42 @@ inline void update_fp32(const AdamWScalars& s, const Tensors<kParam, kGrad, kFlo
   V::store32(t.exp_avg_sq + i, v);
 }
 
-// One block of bf16 moments; `key` and `block` pick the random bits.
+// Asks for what a block two further on reads. A core's own prefetcher loses the thread where a loop
+// over one tensor's block follows a loop over another's.
+template <typename V, bool kMaster, typename T>
+inline void prefetch(const T& t, int i) {
+  constexpr int kAhead = 2 * kMomentBlock;
+  V::prefetch(t.param + i + kAhead);
+  V::prefetch(t.grad + i + kAhead);
+  V::prefetch(t.exp_avg + i + kAhead);
+  V::prefetch(t.exp_avg_sq + i + kAhead);
+  if constexpr (kMaster) V::prefetch(t.master + i + kAhead);
+}
+
+// One block of bf16 moments; `key` and `block` pick the random bits. (Scalars and pointers by value
+// here and below: no store can alias a copy, so that they stay in registers.)
 template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
-void update_block(const AdamWScalars& s, const Tensors<kParam, kGrad, kBfloat16>& t, float*, float*,
+void update_block(AdamWScalars s, Tensors<kParam, kGrad, kBfloat16> t, float*, float*,
                   std::uint64_t key, std::uint64_t block) {
   alignas(64) float exp_avg[kMomentBlock];
   alignas(64) float exp_avg_sq[kMomentBlock];
-  RandomWords<V> random(key, block);
-  auto most = V::set1i(0);
   for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    prefetch<V, kMaster>(t, i);
     auto m = V::load_bf16(t.exp_avg + i);
     auto v = V::load_bf16(t.exp_avg_sq + i);
     update<V, kParam, kGrad, kMaster, kFromM>(s, t.param + i, t.grad + i,
                                               kMaster ? t.master + i : nullptr, m, v);
+    V::store32(exp_avg + i, m);
+    V::store32(exp_avg_sq + i, v);
+  }
+  RandomWords<V> random(key, block);
+  auto most = V::set1i(0);
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    const auto m = V::load32(exp_avg + i);
+    const auto v = V::load32(exp_avg_sq + i);
     const auto words = random.next();
     store_rounded<V, false>(t.exp_avg + i, V::bits(m), words);
     store_rounded<V, true>(t.exp_avg_sq + i, V::bits(v), words);
-    V::store32(exp_avg + i, m);
-    V::store32(exp_avg_sq + i, v);
     most = V::maxi(most, V::maxi(magnitude<V>(m), magnitude<V>(v)));
   }
   if (largest<V>(most) > kLargestBf16) {
@@ -144,26 +162,27 @@ void update_block(const AdamWScalars& s, const Tensors<kParam, kGrad, kBfloat16>
 
 // One block of 8-bit moments and its two scales.
 template <typename V, int kParam, int kGrad, bool kMaster, bool kFromM>
-void update_block(const AdamWScalars& s, const Tensors<kParam, kGrad, kInt8>& t,
-                  float* exp_avg_scale, float* exp_avg_sq_scale, std::uint64_t key,
-                  std::uint64_t block) {
+void update_block(AdamWScalars s, Tensors<kParam, kGrad, kInt8> t, float* exp_avg_scale,
+                  float* exp_avg_sq_scale, std::uint64_t key, std::uint64_t block) {
   alignas(64) float exp_avg[kMomentBlock];
+  alignas(64) float exp_avg_sq[kMomentBlock];
   alignas(64) std::uint32_t roots[kMomentBlock];
-  const ExpAvgDecoder<V> exp_avg_of(read(exp_avg_scale));
-  const ExpAvgSqDecoder<V> exp_avg_sq_of(read(exp_avg_sq_scale));
-  auto most_m = V::set1i(0);
+  decode_block<V>(t.exp_avg, ExpAvgDecoder<V>(read(exp_avg_scale)), exp_avg);
+  decode_block<V>(t.exp_avg_sq, ExpAvgSqDecoder<V>(read(exp_avg_sq_scale)), exp_avg_sq);
+  auto most = V::set1i(0);
   auto most_root = V::set1i(0);
   for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-    auto m = exp_avg_of(V::load_u8(t.exp_avg + i));
-    auto v = exp_avg_sq_of(V::load_u8(t.exp_avg_sq + i));
+    prefetch<V, kMaster>(t, i);
+    auto m = V::load32(exp_avg + i);
+    auto v = V::load32(exp_avg_sq + i);
     const auto root = magnitude<V>(update<V, kParam, kGrad, kMaster, kFromM>(
         s, t.param + i, t.grad + i, kMaster ? t.master + i : nullptr, m, v));
     V::store32(exp_avg + i, m);
     V::store_u32(roots + i, root);
-    most_m = V::maxi(most_m, magnitude<V>(m));
+    most = V::maxi(most, magnitude<V>(m));
     most_root = V::maxi(most_root, root);
   }
-  write(exp_avg_scale, encode_exp_avg_block<V>(exp_avg, t.exp_avg, largest<V>(most_m)));
+  write(exp_avg_scale, encode_exp_avg_block<V>(exp_avg, t.exp_avg, largest<V>(most)));
   write(exp_avg_sq_scale,
         encode_roots_block<V>(roots, t.exp_avg_sq, largest<V>(most_root), key, block));
 }

@@ -183,6 +183,13 @@ class ExpAvgSqDecoder {  // of the codes of a block
   typename V::Register step_;
 };
 
+template <typename V, typename Decoder>
+void decode_block(const std::uint8_t* codes, Decoder decoded, float* to) {
+  for (int i = 0; i < kMomentBlock; i += V::kWidth) {
+    V::store32(to + i, decoded(V::load_u8(codes + i)));
+  }
+}
+
 // --- the table's entries: `count` values from the start of a block; the last may be partial ---
 
 template <typename V, typename Decoder>
@@ -199,10 +206,7 @@ void decode_int8(const void* codes, const float* scales, float* to, std::size_t 
     }
     float values[kMomentBlock];
     float* target = rest < kMomentBlock ? values : to + at;
-    const Decoder decoded(read(scales));
-    for (int i = 0; i < kMomentBlock; i += V::kWidth) {
-      V::store32(target + i, decoded(V::load_u8(source + i)));
-    }
+    decode_block<V>(source, Decoder(read(scales)), target);
     if (rest < kMomentBlock) memcpy(to + at, values, rest * sizeof(float));
   }
 }

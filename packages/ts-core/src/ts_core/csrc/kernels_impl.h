@@ -2,8 +2,9 @@
 //
 // `V` has kWidth lanes (a divisor of 16) and static functions load32/load_bf16/load_fp16,
 // store32/store_bf16/store_fp16, set1, add, sub, mul, div, sqrt, fma (a b + c, rounded once),
-// first_if_nan(a, b, x) (a where x is NaN, else b) and nonfinite (how many lanes are infinite or
-// NaN), and a nested type Squares: the 16 fp64 lanes of a sum of squares.
+// first_if_nan(a, b, x) (a where x is NaN, else b), nonfinite (how many lanes are infinite or NaN)
+// and prefetch (of memory that is read soon; any address will do), and a nested type Squares: the
+// 16 fp64 lanes of a sum of squares.
 //
 // Included inside each kernels_*.cpp file's anonymous namespace (see kernels.h for the reason).
 

@@ -51,6 +51,10 @@ struct Avx2 {
     return count;
   }
 
+  static void prefetch(const void* at) {
+    _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
+  }
+
   // Integer lanes: unsigned 32 bits unless said otherwise.
   using Int = __m256i;
   static __m256i bits(__m256 a) { return _mm256_castps_si256(a); }

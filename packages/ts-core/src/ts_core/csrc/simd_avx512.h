@@ -49,6 +49,10 @@ struct Avx512 {
     return count;
   }
 
+  static void prefetch(const void* at) {
+    _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0);
+  }
+
   // Integer lanes: unsigned 32 bits unless said otherwise.
   using Int = __m512i;
   static __m512i bits(__m512 a) { return _mm512_castps_si512(a); }

@@ -44,6 +44,14 @@ struct Neon {
     return vaddvq_u32(vshrq_n_u32(same, 31));
   }
 
+  static void prefetch(const void* at) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch(at);
+#else
+    __prefetch(at);
+#endif
+  }
+
   // Integer lanes: unsigned 32 bits unless said otherwise.
   using Int = uint32x4_t;
   static uint32x4_t bits(float32x4_t a) { return vreinterpretq_u32_f32(a); }

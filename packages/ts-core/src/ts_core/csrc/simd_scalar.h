@@ -23,6 +23,8 @@ struct Scalar {
   static float first_if_nan(float a, float b, float x) { return x != x ? a : b; }
   static unsigned nonfinite(float a) { return (bits_of(a) & 0x7f800000u) == 0x7f800000u; }
 
+  static void prefetch(const void*) {}  // (arithmetic takes longer than memory)
+
   // Integer lanes: unsigned 32 bits; greater, maxi, mini and to_float take them as signed.
   using Int = std::uint32_t;
   static std::uint32_t bits(float a) { return bits_of(a); }
