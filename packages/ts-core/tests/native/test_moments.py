@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -128,6 +129,15 @@ def spread(n: int, seed: int = 0, low: int = -30, high: int = 4) -> torch.Tensor
     generator = torch.Generator().manual_seed(seed + n)
     powers = torch.randint(low, high, (n,), generator=generator)
     return torch.randn(n, generator=generator) * 2.0**powers
+
+
+def narrow(n: int, seed: int = 0) -> torch.Tensor:
+    """Numbers of which each block has a least one of its own, 2^-12 to 2^-16 of its largest."""
+    generator = torch.Generator().manual_seed(seed + n)
+    limits = torch.rand(-(-n // BLOCK), generator=generator) * 4 + 12
+    powers = torch.rand(n, generator=generator) * limits.repeat_interleave(BLOCK)[:n]
+    signs = torch.randint(0, 2, (n,), generator=generator) * 2 - 1
+    return signs * 2.0**-powers
 
 
 def a_state(moments: str, n: int, dtype: torch.dtype = torch.float32) -> State:
@@ -262,13 +272,18 @@ def test_random_bits_differ_by_seed_step_element_and_moment(moments: str) -> Non
 @pytest.mark.parametrize("moments", TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("special", [None, float("nan"), float("inf"), 3e38, 1e19])
+@pytest.mark.parametrize("numbers", [spread, narrow])
 def test_an_update_is_that_of_fp32_between_reading_and_rounding(
-    each_level: str, moments: str, dtype: torch.dtype, special: float | None
+    each_level: str,
+    moments: str,
+    dtype: torch.dtype,
+    special: float | None,
+    numbers: Callable[..., torch.Tensor],
 ) -> None:
-    for n in SIZES:
+    for n in SIZES if numbers is spread else [64 * BLOCK]:
         state = a_state(moments, n, dtype)
         for step in (1, 2, 3):
-            state.grad = spread(n, seed=step).to(dtype)
+            state.grad = numbers(n, seed=step).to(dtype)
             if special is not None:
                 state.grad[step::7] = special
             before = state.clone()
@@ -287,8 +302,8 @@ def test_an_update_is_that_of_fp32_between_reading_and_rounding(
                 grad_scale=0.5,
                 **HYPER,
             )
-            for stored, numbers in ((before.exp_avg, avg), (before.exp_avg_sq, avg_sq)):
-                stored.set(numbers, seed=9, step=step, base=3 * BLOCK)
+            for stored, fp32 in ((before.exp_avg, avg), (before.exp_avg_sq, avg_sq)):
+                stored.set(fp32, seed=9, step=step, base=3 * BLOCK)
             assert state.exp_avg.same_bits(before.exp_avg)
             assert state.exp_avg_sq.same_bits(before.exp_avg_sq)
             torch.testing.assert_close(state.param, before.param, rtol=0, atol=0, equal_nan=True)

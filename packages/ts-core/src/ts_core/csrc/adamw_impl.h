@@ -171,6 +171,7 @@ void update_block(AdamWScalars s, Tensors<kParam, kGrad, kInt8> t, float* exp_av
   decode_block<V>(t.exp_avg_sq, ExpAvgSqDecoder<V>(read(exp_avg_sq_scale)), exp_avg_sq);
   auto most = V::set1i(0);
   auto most_root = V::set1i(0);
+  auto least_root = V::set1i(kMagnitude);
   for (int i = 0; i < kMomentBlock; i += V::kWidth) {
     prefetch<V, kMaster>(t, i);
     auto m = V::load32(exp_avg + i);
@@ -181,10 +182,12 @@ void update_block(AdamWScalars s, Tensors<kParam, kGrad, kInt8> t, float* exp_av
     V::store_u32(roots + i, root);
     most = V::maxi(most, magnitude<V>(m));
     most_root = V::maxi(most_root, root);
+    least_root = V::mini(least_root, root);
   }
   write(exp_avg_scale, encode_exp_avg_block<V>(exp_avg, t.exp_avg, largest<V>(most)));
   write(exp_avg_sq_scale,
-        encode_roots_block<V>(roots, t.exp_avg_sq, largest<V>(most_root), key, block));
+        encode_roots_block<V>(roots, t.exp_avg_sq, largest<V>(most_root), least<V>(least_root), key,
+                              block));
 }
 
 // The last elements of a tensor, fewer than a block: in a block of their own, filled up with zeros.

@@ -109,8 +109,8 @@ class ExpAvgDecoder {  // of the codes of a block
 
 // kCareful: some root is infinite or NaN, or so near a power of two from below that it may round up
 // to it. Then the exponent follows from all rounded values; else from `peak`, the largest root.
-// Returns the scale.
-template <typename V, bool kCareful>
+// kSmall: some root may be below the numbers with an exponent of their own. Returns the scale.
+template <typename V, bool kCareful, bool kSmall>
 float encode_roots(const std::uint32_t* roots, std::uint8_t* codes, std::uint32_t peak,
                    std::uint64_t key, std::uint64_t block) {
   constexpr int kTop = 15;
@@ -139,11 +139,14 @@ float encode_roots(const std::uint32_t* roots, std::uint8_t* codes, std::uint32_
     const auto word = V::template shr<32 - kDropped>(random.next());
     auto rounded = V::addi(x, word);
     if constexpr (kCareful) rounded = V::mini(rounded, V::set1i(kLargestRoot));
-    const auto normal = V::subi(V::template shr<kDropped>(rounded), offset);
-    // The sum of a whole number below 16 and 19 bits below 1 is exact, so it stays where it is.
-    const auto sum = V::add(V::mul(V::from_bits(x), inverse_step), V::mul(V::to_float(word), unit));
-    const auto small = V::maxi(V::truncate(sum), V::mini(x, V::set1i(1)));
-    auto code = V::select(V::greater(normal, V::set1i((1u << kFraction) - 1)), normal, small);
+    auto code = V::subi(V::template shr<kDropped>(rounded), offset);
+    if constexpr (kSmall) {
+      // The sum of a whole number below 16 and 19 bits below 1 is exact, so it stays where it is.
+      const auto sum =
+          V::add(V::mul(V::from_bits(x), inverse_step), V::mul(V::to_float(word), unit));
+      const auto small = V::maxi(V::truncate(sum), V::mini(x, V::set1i(1)));
+      code = V::select(V::greater(code, V::set1i((1u << kFraction) - 1)), code, small);
+    }
     if constexpr (kCareful) {
       code = V::select(V::greater(V::set1i(kInfinity), x), code, V::set1i(kReserved));
     }
@@ -152,13 +155,19 @@ float encode_roots(const std::uint32_t* roots, std::uint8_t* codes, std::uint32_
   return peak != 0 ? power_of_two(exponent) : 0.0f;
 }
 
-// The bits of square roots without their signs; `peak` is the largest. Returns the scale.
+// The bits of square roots without their signs; `peak` is the largest, `least` none is below.
+// Returns the scale.
 template <typename V>
 float encode_roots_block(const std::uint32_t* roots, std::uint8_t* codes, std::uint32_t peak,
-                         std::uint64_t key, std::uint64_t block) {
-  return peak < kInfinity && (peak >> kDropped & 0xf) < 0xe
-             ? encode_roots<V, false>(roots, codes, peak, key, block)
-             : encode_roots<V, true>(roots, codes, peak, key, block);
+                         std::uint32_t least, std::uint64_t key, std::uint64_t block) {
+  if (peak >= kInfinity || (peak >> kDropped & 0xf) >= 0xe) {
+    return encode_roots<V, true, true>(roots, codes, peak, key, block);
+  }
+  // 2^(e-14) is the least number with an exponent of its own; a least e is left to the general case.
+  const bool small = (peak >> 23) < static_cast<std::uint32_t>(kExpAvgSqLeastExponent + 127) ||
+                     (least >> 23) + 14 < (peak >> 23);
+  return small ? encode_roots<V, false, true>(roots, codes, peak, key, block)
+               : encode_roots<V, false, false>(roots, codes, peak, key, block);
 }
 
 template <typename V>
@@ -221,7 +230,7 @@ float encode_exp_avg_sq_block(const float* from, std::uint8_t* codes, std::uint6
     V::store_u32(roots + i, root);
     most = V::maxi(most, root);
   }
-  return encode_roots_block<V>(roots, codes, largest<V>(most), key, block);
+  return encode_roots_block<V>(roots, codes, largest<V>(most), 0, key, block);
 }
 
 template <typename V>

@@ -58,6 +58,11 @@ inline std::uint32_t largest(typename V::Int lanes) {
   return most;
 }
 
+template <typename V>
+inline std::uint32_t least(typename V::Int lanes) {  // of magnitudes
+  return kMagnitude - largest<V>(V::subi(V::set1i(kMagnitude), lanes));
+}
+
 // `words`: random bits of kWidth elements.
 template <typename V, bool kSquare>
 inline void store_rounded(std::uint16_t* to, typename V::Int all, typename V::Int words) {
