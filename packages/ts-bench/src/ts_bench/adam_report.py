@@ -108,18 +108,18 @@ def plot(run: AdamRun, path: Path) -> None:
     colors = [OURS_COLOR if timing.name == NATIVE else RIVAL_COLOR for timing in bars]
     axes.barh(places, rates, color=colors, height=0.7)
     for place, timing, rate in zip(places, bars, rates, strict=True):
+        stream = streams.get((timing.parameters, timing.moments))
+        mark = 0.0 if stream is None else run.params_per_s(stream) / 1e9
+        if stream is not None:
+            axes.vlines(mark, place - 0.42, place + 0.42, color=STREAM_COLOR, linewidth=1.5)
         axes.annotate(
             f"{rate:.2f} G/s, {run.bytes_per_s(timing) / 1e9:.0f} GB/s",
-            (rate, place),
+            (max(rate, mark), place),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=7,
         )
-        stream = streams.get((timing.parameters, timing.moments))
-        if stream is not None:
-            mark = run.params_per_s(stream) / 1e9
-            axes.vlines(mark, place - 0.42, place + 0.42, color=STREAM_COLOR, linewidth=1.5)
     labels = [" ".join([t.name, t.level]).strip() for t in bars]
     axes.set_yticks(
         places,
