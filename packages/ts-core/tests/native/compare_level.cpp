@@ -1,12 +1,15 @@
-// Compares the NEON kernels with the scalar ones, bit for bit, on numbers of many magnitudes and on
-// random bit patterns. For machines that are not Arm: with a cross compiler and an emulator,
+// Compares one level's kernels with the scalar ones, bit for bit, on numbers of many magnitudes and
+// on random bit patterns: for levels that a machine lacks, under an emulator, and for sanitizers.
+// (Python tests compare the levels that it has.)
 //
-//   aarch64-linux-gnu-g++ -std=c++17 -O2 -ffp-contract=off -fno-math-errno -static \
-//       -Isrc/ts_core/csrc tests/native/compare_neon.cpp src/ts_core/csrc/kernels_neon.cpp \
-//       src/ts_core/csrc/kernels_scalar.cpp -o compare_neon && qemu-aarch64-static ./compare_neon
+//   c=src/ts_core/csrc; f="-std=c++17 -O2 -ffp-contract=off -fno-math-errno -I$c"
+//   aarch64-linux-gnu-g++ $f -static -DTS_LEVEL=neon_kernels tests/native/compare_level.cpp \
+//       $c/kernels_neon.cpp $c/kernels_scalar.cpp -o compare_level
+//   qemu-aarch64-static ./compare_level
+//   g++ $f -mavx2 -mfma -mf16c -fsanitize=address,undefined -DTS_LEVEL=avx2_kernels \
+//       tests/native/compare_level.cpp $c/kernels_avx2.cpp $c/kernels_scalar.cpp -o compare_level
 //
-// (clang does as well: `zig c++ -target aarch64-linux-musl`). On an Arm machine the Python tests
-// compare the levels themselves.
+// (clang does as well for Arm: `zig c++ -target aarch64-linux-musl`.)
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -104,7 +107,7 @@ std::vector<float> floats(const std::vector<std::uint8_t>& bytes) {
   return values;
 }
 
-void compare_updates(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+void compare_updates(const KernelTable& level, const KernelTable& scalar, std::size_t n, bool raw) {
   for (int variant = 0; variant < 108; ++variant) {
     const int p = variant % 3;
     const int g = variant / 3 % 3;
@@ -128,7 +131,7 @@ void compare_updates(const KernelTable& neon, const KernelTable& scalar, std::si
       void* parameters = p == 0 ? static_cast<void*>(param[side].data()) : half[side].data();
       const void* gradients = g == 0 ? static_cast<const void*>(grad.data()) : half_grad.data();
       float* masters = master ? wide[side].data() : nullptr;
-      const KernelTable& table = side == 0 ? neon : scalar;
+      const KernelTable& table = side == 0 ? level : scalar;
       table.adamw[moments][p][g][master](
           s, {parameters, gradients, avg[side].data(), sq[side].data(), scales[side].data(),
               scales_sq[side].data(), masters, n, key, key / 3});
@@ -148,7 +151,7 @@ void compare_updates(const KernelTable& neon, const KernelTable& scalar, std::si
   }
 }
 
-void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+void compare_moments(const KernelTable& level, const KernelTable& scalar, std::size_t n, bool raw) {
   for (int variant = 0; variant < 100; ++variant) {
     const int type = variant % 2;
     const int which = variant / 2 % 2;
@@ -157,7 +160,7 @@ void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::si
     std::vector<std::uint8_t> codes[2];
     std::vector<float> scales[2], decoded[2];
     for (int side = 0; side < 2; ++side) {
-      const MomentKernels& kernels = (side == 0 ? neon : scalar).moments[type];
+      const MomentKernels& kernels = (side == 0 ? level : scalar).moments[type];
       codes[side].resize(2 * n);
       scales[side].resize((n + kMomentBlock - 1) / kMomentBlock);
       decoded[side].resize(n);
@@ -170,21 +173,25 @@ void compare_moments(const KernelTable& neon, const KernelTable& scalar, std::si
   }
 }
 
-void compare_rest(const KernelTable& neon, const KernelTable& scalar, std::size_t n, bool raw) {
+void compare_rest(const KernelTable& level, const KernelTable& scalar, std::size_t n, bool raw) {
   for (int dtype = 0; dtype < 3; ++dtype) {
     const std::vector<float> grad = numbers(n, raw);
     const std::size_t elements = dtype == 0 ? n : 2 * n;
     GradSums a{};
     GradSums b{};
-    neon.grad_stats[dtype](grad.data(), elements, a);
+    level.grad_stats[dtype](grad.data(), elements, a);
     scalar.grad_stats[dtype](grad.data(), elements, b);
     count("counts of non-finite elements", a.nonfinite == b.nonfinite);
-    const bool same = std::memcmp(a.squares, b.squares, sizeof a.squares) == 0;
-    count("sums of squares", raw || same);  // a NaN's sign is not compared
+    bool same = true;
+    for (int lane = 0; lane < kSquareLanes; ++lane) {  // a NaN's sign is not compared
+      const bool nan = a.squares[lane] != a.squares[lane] && b.squares[lane] != b.squares[lane];
+      same = same && (nan || std::memcmp(&a.squares[lane], &b.squares[lane], sizeof(double)) == 0);
+    }
+    count("sums of squares", same);
   }
   std::vector<std::uint8_t> bytes[2];
   bytes[0] = bytes[1] = random_bits<std::uint8_t>(n);
-  neon.rewrite(bytes[0].data(), n, 0x5a);
+  level.rewrite(bytes[0].data(), n, 0x5a);
   scalar.rewrite(bytes[1].data(), n, 0x5a);
   compare("rewritten bytes", bytes[0], bytes[1]);
 }
@@ -192,15 +199,16 @@ void compare_rest(const KernelTable& neon, const KernelTable& scalar, std::size_
 }  // namespace
 
 int main() {
-  if (neon_kernels() == nullptr) {
-    std::puts("this program was not compiled for 64-bit Arm");
+  const KernelTable* level = TS_LEVEL();
+  if (level == nullptr) {
+    std::puts("this program was compiled for another processor than the level's");
     return 2;
   }
   for (const bool raw : {false, true}) {
     for (const std::size_t n : {1, 3, 4, 5, 15, 16, 17, 255, 256, 257, 511, 1024, 1031}) {
-      compare_updates(*neon_kernels(), *scalar_kernels(), n, raw);
-      compare_moments(*neon_kernels(), *scalar_kernels(), n, raw);
-      compare_rest(*neon_kernels(), *scalar_kernels(), n, raw);
+      compare_updates(*level, *scalar_kernels(), n, raw);
+      compare_moments(*level, *scalar_kernels(), n, raw);
+      compare_rest(*level, *scalar_kernels(), n, raw);
     }
   }
   std::printf("%ld comparisons, %ld differ\n", compared, different);
