@@ -278,9 +278,12 @@ def test_a_forward_between_passes_waits_for_no_copy_of_the_pass_before(
     gate.set()
     backward()
     backward()
+    device.launch(copies._lanes["values"].stream, lambda: time.sleep(0.2))  # a slow way back
     optimizer.step()
     device.waits.clear()
     optimizer.let_go()
     assert sources() == 0
     optimizer.synchronize()
+    for event in device.waits:  # as the compute stream, which only notes them, would
+        event.synchronize()
     assert float(param.detach().max()) < 1.0
