@@ -146,16 +146,17 @@ def test_an_interrupted_step_is_whole_or_has_not_begun(case: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def step(model: Any, optimizer: Any) -> None:
+    model(TOKENS).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("case", ["clipped", "eager", "resident"])
 def test_after_an_interrupt_anywhere_training_goes_on(case: str) -> None:
     options: dict[str, Any] = {"full": True, "resident": False, **CASES.get(case, {})}
     model, optimizer = start(param_offload=True, **options)
     plain, straight = start(param_offload=False, **options)
-
-    def step(model: Any, optimizer: Any) -> None:
-        model(TOKENS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     total, _ = interrupted_at(0, lambda: step(model, optimizer))
     step(plain, straight)
@@ -177,11 +178,6 @@ def test_an_interrupt_at_any_line_of_the_pager_leaves_its_tables_right() -> None
     options: dict[str, Any] = {"full": False, "resident": True}
     model, optimizer = start(param_offload=True, **options)
     plain, straight = start(param_offload=False, **options)
-
-    def step(model: Any, optimizer: Any) -> None:
-        model(TOKENS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     step(model, optimizer)
     step(plain, straight)

@@ -84,27 +84,40 @@ float encode_exp_avg_block(const float* from, std::uint8_t* codes, std::uint32_t
              : encode_exp_avg_codes<V, true>(from, codes, largest_finite<V>(from));
 }
 
-template <typename V>
-class ExpAvgDecoder {  // of the codes of a block
+// The numbers of a block by their codes, without sign; kTop is the largest exponent field.
+template <typename V, std::uint32_t kTop>
+class SmallFloats {
  public:
-  explicit ExpAvgDecoder(float scale)
+  explicit SmallFloats(float scale)
       : offset_(V::set1i((bits_of(scale) & kInfinity) - (kTop << 23))),
         step_(V::set1(scale * power_of_two(1 - static_cast<int>(kTop) - kFraction))) {}
 
-  typename V::Register operator()(typename V::Int all) const {
-    const auto code = V::andi(all, V::set1i(0x7f));
+  // The fp32 bits.
+  typename V::Int operator()(typename V::Int code) const {
     const auto normal = V::addi(V::template shl<kDropped>(code), offset_);
     const auto small = V::bits(V::mul(V::to_float(code), step_));
-    auto x = V::select(V::greater(code, V::set1i((1u << kFraction) - 1)), normal, small);
-    x = V::ori(x, V::template shl<24>(V::subi(all, code)));
+    return V::select(V::greater(code, V::set1i((1u << kFraction) - 1)), normal, small);
+  }
+
+ private:
+  typename V::Int offset_;
+  typename V::Register step_;
+};
+
+template <typename V>
+class ExpAvgDecoder {  // of the codes of a block
+ public:
+  explicit ExpAvgDecoder(float scale) : numbers_(scale) {}
+
+  typename V::Register operator()(typename V::Int all) const {
+    const auto code = V::andi(all, V::set1i(0x7f));
+    auto x = V::ori(numbers_(code), V::template shl<24>(V::subi(all, code)));
     x = V::select(V::equal(all, V::set1i(0x80)), V::set1i(0x7fc00000u), x);
     return V::from_bits(x);
   }
 
  private:
-  static constexpr std::uint32_t kTop = 7;
-  typename V::Int offset_;
-  typename V::Register step_;
+  SmallFloats<V, 7> numbers_;
 };
 
 // kCareful: some root is infinite or NaN, or so near a power of two from below that it may round up
@@ -173,23 +186,16 @@ float encode_roots_block(const std::uint32_t* roots, std::uint8_t* codes, std::u
 template <typename V>
 class ExpAvgSqDecoder {  // of the codes of a block
  public:
-  explicit ExpAvgSqDecoder(float scale)
-      : offset_(V::set1i((bits_of(scale) & kInfinity) - (kTop << 23))),
-        step_(V::set1(scale * power_of_two(1 - static_cast<int>(kTop) - kFraction))) {}
+  explicit ExpAvgSqDecoder(float scale) : numbers_(scale) {}
 
   typename V::Register operator()(typename V::Int code) const {
-    const auto normal = V::addi(V::template shl<kDropped>(code), offset_);
-    const auto small = V::bits(V::mul(V::to_float(code), step_));
-    const auto root = V::from_bits(
-        V::select(V::greater(code, V::set1i((1u << kFraction) - 1)), normal, small));
+    const auto root = V::from_bits(numbers_(code));
     const auto square = V::bits(V::mul(root, root));
     return V::from_bits(V::select(V::equal(code, V::set1i(0xff)), V::set1i(kInfinity), square));
   }
 
  private:
-  static constexpr std::uint32_t kTop = 15;
-  typename V::Int offset_;
-  typename V::Register step_;
+  SmallFloats<V, 15> numbers_;
 };
 
 template <typename V, typename Decoder>
